@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# cython: language_level=3, boundscheck=False, wraparound=False, embedsignature=True
+"""The core: one extension that owns all state.
+
+This file is a shell.  Its parts are included in an order in which each uses only what stands
+above it; the C structs and free nogil functions come first, the Python classes last.
+"""
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_SIMPLE, PyBuffer_Release,
+    PyObject_CheckBuffer, PyObject_GetBuffer,
+)
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_CheckSignals, PyErr_Clear, PyErr_WriteUnraisable
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stddef cimport size_t
+from libc.stdint cimport (
+    int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t, UINT64_MAX,
+)
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcmp, memcpy, memmove, memset
+
+from ucx_memh.libmemh cimport *
+
+from os import urandom as _urandom
+
+from ucx_memh import errors as _errors
+from ucx_memh import flags as _flags
+from ucx_memh import resources as _resources
+
+include "core.src/base.pxi"
+include "core.src/identity.pxi"
+include "core.src/kinds.pxi"
+include "core.src/ops.pxi"
+include "core.src/quarantine.pxi"
+include "core.src/md.pxi"
+include "core.src/registration.pxi"
+include "core.src/endpoint.pxi"
+include "core.src/sizing.pxi"
+include "core.src/memh.pxi"
+include "core.src/keys.pxi"
+include "core.src/revoke.pxi"
+include "core.src/pack.pxi"
+include "core.src/rkey.pxi"
+include "core.src/transfer.pxi"
+include "core.src/close.pxi"
+include "core.src/status.pxi"
+include "core.src/classes.pxi"

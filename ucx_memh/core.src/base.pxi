@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Atomics, locks and the allocator.
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <sched.h>
+    #include <stdint.h>
+
+    static inline uint32_t ucxm_load32(const uint32_t *p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline void ucxm_store32(uint32_t *p, uint32_t v) {
+        __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    }
+    static inline int ucxm_cas32(uint32_t *p, uint32_t from, uint32_t to) {
+        return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST,
+                                           __ATOMIC_SEQ_CST);
+    }
+    /* Sequentially consistent: users of a count check a state right after. */
+    static inline uint32_t ucxm_add32(uint32_t *p, uint32_t v) {
+        return __atomic_add_fetch(p, v, __ATOMIC_SEQ_CST);
+    }
+    static inline uint32_t ucxm_sub32(uint32_t *p, uint32_t v) {
+        return __atomic_sub_fetch(p, v, __ATOMIC_SEQ_CST);
+    }
+    static inline uint32_t ucxm_load32_sc(const uint32_t *p) {
+        return __atomic_load_n(p, __ATOMIC_SEQ_CST);
+    }
+    static inline uint64_t ucxm_load64(const uint64_t *p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline uint64_t ucxm_fetch_add64(uint64_t *p, uint64_t v) {
+        return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+    }
+    static inline void *ucxm_load_ptr(void **p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline void ucxm_store_ptr(void **p, void *v) {
+        __atomic_store_n(p, v, __ATOMIC_RELEASE);
+    }
+
+    /* For sections of a few instructions that call nothing. */
+    typedef uint32_t ucxm_spin_t;
+    static inline void ucxm_spin_lock(ucxm_spin_t *lock) {
+        while (__builtin_expect(__atomic_exchange_n(lock, 1, __ATOMIC_ACQUIRE), 0)) {
+            int n = 0;
+            while (__atomic_load_n(lock, __ATOMIC_RELAXED)) {
+                if (++n == 64) { /* the holder may have been preempted */
+                    sched_yield();
+                    n = 0;
+                }
+            }
+        }
+    }
+    static inline void ucxm_spin_unlock(ucxm_spin_t *lock) {
+        __atomic_store_n(lock, 0, __ATOMIC_RELEASE);
+    }
+    """
+    uint32_t load32 "ucxm_load32"(const uint32_t *p) noexcept nogil
+    uint32_t load32_sc "ucxm_load32_sc"(const uint32_t *p) noexcept nogil
+    void store32 "ucxm_store32"(uint32_t *p, uint32_t v) noexcept nogil
+    bint cas32 "ucxm_cas32"(uint32_t *p, uint32_t old, uint32_t new) noexcept nogil
+    uint32_t add32 "ucxm_add32"(uint32_t *p, uint32_t v) noexcept nogil
+    uint32_t sub32 "ucxm_sub32"(uint32_t *p, uint32_t v) noexcept nogil
+    uint64_t load64 "ucxm_load64"(const uint64_t *p) noexcept nogil
+    uint64_t fetch_add64 "ucxm_fetch_add64"(uint64_t *p, uint64_t v) noexcept nogil
+    void *load_ptr "ucxm_load_ptr"(void **p) noexcept nogil
+    void store_ptr "ucxm_store_ptr"(void **p, void *v) noexcept nogil
+    ctypedef uint32_t spin_t "ucxm_spin_t"
+    void spin_lock "ucxm_spin_lock"(spin_t *lock) noexcept nogil
+    void spin_unlock "ucxm_spin_unlock"(spin_t *lock) noexcept nogil
+    bint likely "__builtin_expect"(bint condition, int expected) noexcept nogil
+
+cdef extern from "pthread.h" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t *mutex, void *attr)
+    int pthread_mutex_destroy(pthread_mutex_t *mutex)
+    int pthread_mutex_lock(pthread_mutex_t *mutex)
+    int pthread_mutex_unlock(pthread_mutex_t *mutex)
+    int pthread_atfork(void (*prepare)() noexcept, void (*parent)() noexcept,
+                       void (*child)() noexcept)
+
+cdef extern from "sched.h" nogil:
+    int sched_yield()
+
+ctypedef void *(*alloc_fn)(size_t size) noexcept nogil
+ctypedef void (*release_fn)(void *ptr) noexcept nogil
+
+# Every handle, registration, key and operation comes from here, so that a test can count and
+# poison them.
+cdef alloc_fn mem_alloc = malloc
+cdef release_fn mem_free = free
+
+
+cdef void set_allocator(alloc_fn alloc, release_fn release) noexcept nogil:
+    """Replace the allocator; NULL restores malloc and free.
+
+    What one allocator gave the other may be asked to free, so both must end in malloc.
+    """
+    global mem_alloc, mem_free
+    mem_alloc = alloc if alloc != NULL else <alloc_fn>malloc
+    mem_free = release if release != NULL else <release_fn>free
+
+
+cdef inline size_t align16(size_t size) noexcept nogil:
+    return (size + 15) & ~<size_t>15
+
+
+cdef inline void *alloc_zeroed(size_t size) noexcept nogil:
+    cdef void *ptr = mem_alloc(size)
+    if ptr != NULL:
+        memset(ptr, 0, size)
+    return ptr
+
+
+cdef void error_text(ucxm_error_t *error, const char *text) noexcept nogil:
+    """Say why, unless somebody nearer to the cause has said it already."""
+    cdef size_t n = 0
+    if error == NULL or error.text[0] != 0:
+        return
+    while text[n] != 0 and n + 1 < sizeof(error.text):
+        error.text[n] = text[n]
+        n += 1
+    error.text[n] = 0

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The end of an Md.
+
+cdef enum:
+    CLOSE_PATIENCE = 2000  # yields, for a call that another thread is just finishing
+
+
+cdef ucxm_memh_t *close_leaf(md_t *md, bint derived) noexcept nogil:
+    """A live handle without live children, with a reference; only a derived one if asked so."""
+    cdef ucxm_memh_t *memh
+    spin_lock(&md.tree_lock)
+    memh = md.bases
+    while memh != NULL:
+        if memh.id.children != NULL:
+            memh = memh.id.children
+        elif derived and memh.id.parent == NULL:
+            memh = memh.id.next
+        else:
+            memh_get(memh)
+            break
+    spin_unlock(&md.tree_lock)
+    return memh
+
+
+cdef ucxm_status_t close_handles(md_t *md, bint derived, ucxm_error_t *error) noexcept nogil:
+    """Deregister what is live, leaves first; stops at the first that resists."""
+    cdef ucxm_memh_t *memh
+    cdef ucxm_memh_own_t *own
+    cdef ucxm_status_t status
+    while True:
+        memh = close_leaf(md, derived)
+        if memh == NULL:
+            return UCXM_OK
+        own = ucxm_memh_own(memh)
+        status = revoke(memh, True, NULL, error)
+        if load32(&own.pending) != 0:
+            # The device is at it, for us or since earlier: see how that ends.
+            while load32(&own.pending) != 0:
+                if md_progress(md) == 0:
+                    sched_yield()
+            status = UCXM_OK if load32(&memh.id.state) >= UCXM_MEMH_REVOKED else (
+                UCXM_ERR_IO_ERROR)
+        orphan_reap(md, memh)
+        memh_put(memh)
+        if status != UCXM_OK:
+            return status
+
+
+cdef ucxm_status_t close_everything(md_t *md, ucxm_error_t *error) noexcept nogil:
+    """Derived handles first (their endpoints must still stand), then endpoints (what they carry
+    uses the bases), then bases."""
+    cdef ep_t *ep
+    cdef ucxm_status_t status = close_handles(md, True, error)
+    while status == UCXM_OK:
+        spin_lock(&md.tree_lock)
+        ep = md.endpoints
+        if ep != NULL:
+            add32(&ep.refs, 1)
+        spin_unlock(&md.tree_lock)
+        if ep == NULL:
+            break
+        status = ep_shut(ep, error)
+        ep_put(ep)
+    if status == UCXM_OK:
+        status = close_handles(md, False, error)
+    return status
+
+
+cdef ucxm_status_t md_close(md_t *md, bint force, ucxm_error_t *error) noexcept nogil:
+    """Close the domain.  BUSY, and nothing changed, while anything of it is in use; `force` closes
+    all of that first.  Closing a closed one is OK."""
+    cdef ucxm_status_t status = UCXM_OK
+    cdef int patience = CLOSE_PATIENCE
+    if md.epoch != fork_epoch:
+        return UCXM_ERR_FORKED
+    if load32(&md.state) == MD_CLOSED:
+        return UCXM_OK
+    if force:
+        status = close_everything(md, error)
+        if status != UCXM_OK:
+            return status
+    if not cas32(&md.state, MD_OPEN, MD_CLOSING):
+        error_text(error, "another thread is closing it")
+        return UCXM_OK if load32(&md.state) == MD_CLOSED else UCXM_ERR_BUSY
+    while load32_sc(&md.users) != 0 and patience != 0:
+        patience -= 1
+        sched_yield()
+    if md.users != 0:
+        error_text(error, "a call is under way in another thread, or this is one of its callbacks")
+        status = UCXM_ERR_BUSY
+    elif md.live_bases or md.live_derived or md.live_endpoints:
+        error_text(error, "handles or endpoints are live")
+        status = UCXM_ERR_BUSY
+    elif md.live_rkeys and not force:
+        error_text(error, "unpacked keys are in use")
+        status = UCXM_ERR_BUSY
+    if status != UCXM_OK:
+        store32(&md.state, MD_OPEN)
+        return status
+    rkeys_close(md)
+    pthread_mutex_lock(&md.key_lock)
+    parked_flush(md, error)
+    pthread_mutex_unlock(&md.key_lock)
+    md.ops.close(md.priv)
+    md.priv = NULL
+    store32(&md.state, MD_CLOSED)
+    return UCXM_OK

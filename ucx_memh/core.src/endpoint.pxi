@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Endpoints: open, close, count.
+
+cdef struct ep_t:
+    ucxm_ep_t pub      # first: what the backend sees
+    md_t *md
+    ep_t *next
+    ep_t *prev
+    uint32_t refs
+    uint32_t closed
+    uint32_t bound     # live handles whose keys only this endpoint may use
+
+
+cdef inline ucxm_status_t ep_check(ep_t *ep) noexcept nogil:
+    if ep.md.epoch != fork_epoch:
+        return UCXM_ERR_FORKED
+    return UCXM_ERR_CLOSED if load32(&ep.closed) else UCXM_OK
+
+
+cdef void ep_put(ep_t *ep) noexcept nogil:
+    cdef md_t *md = ep.md
+    if sub32(&ep.refs, 1) != 0:
+        return
+    mem_free(ep)
+    md_put(md)
+
+
+cdef ucxm_status_t ep_open(md_t *md, ep_t **ep_p, ucxm_error_t *error) noexcept nogil:
+    cdef ep_t *ep
+    cdef ucxm_status_t status
+    ep_p[0] = NULL
+    if not md.attr.flags & UCXM_MD_FLAG_ENDPOINT:
+        error_text(error, "this domain has no data path")
+        return UCXM_ERR_UNSUPPORTED
+    status = md_enter(md)
+    if status != UCXM_OK:
+        return status
+    ep = <ep_t *>alloc_zeroed(align16(sizeof(ep_t)) + md.ep_ops.ep_size)
+    if ep == NULL:
+        md_leave(md)
+        return UCXM_ERR_NO_MEMORY
+    ep.pub.priv = <char *>ep + align16(sizeof(ep_t))
+    ep.md = md
+    ep.refs = 1
+    status = md.ep_ops.ep_create(md.priv, &ep.pub, error)
+    if status != UCXM_OK:
+        mem_free(ep)
+        md_leave(md)
+        return status
+    md_get(md)
+    spin_lock(&md.tree_lock)
+    ep.next = md.endpoints
+    if ep.next != NULL:
+        ep.next.prev = ep
+    md.endpoints = ep
+    md.live_endpoints += 1
+    spin_unlock(&md.tree_lock)
+    md_leave(md)
+    ep_p[0] = ep
+    return UCXM_OK
+
+
+cdef ucxm_status_t ep_shut(ep_t *ep, ucxm_error_t *error) noexcept nogil:
+    """Close; the handles bound to it must have been revoked before."""
+    cdef md_t *md = ep.md
+    cdef ucxm_status_t status
+    if md.epoch != fork_epoch:
+        return UCXM_ERR_FORKED
+    status = md_enter(md)
+    if status != UCXM_OK:
+        return UCXM_OK if status == UCXM_ERR_CLOSED else status
+    spin_lock(&md.tree_lock)
+    if ep.closed:
+        spin_unlock(&md.tree_lock)
+        md_leave(md)
+        return UCXM_OK
+    if ep.bound != 0:
+        spin_unlock(&md.tree_lock)
+        md_leave(md)
+        error_text(error, "live handles are bound to it")
+        return UCXM_ERR_BUSY
+    store32(&ep.closed, 1)
+    if ep.prev != NULL:
+        ep.prev.next = ep.next
+    else:
+        md.endpoints = ep.next
+    if ep.next != NULL:
+        ep.next.prev = ep.prev
+    md.live_endpoints -= 1
+    spin_unlock(&md.tree_lock)
+    md.ep_ops.ep_destroy(md.priv, &ep.pub)
+    md_leave(md)
+    return UCXM_OK

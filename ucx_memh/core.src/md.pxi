@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The opened memory domain.
+
+cdef enum:
+    MD_OPEN = 0
+    MD_CLOSING = 1
+    MD_CLOSED = 2
+    PARKED_MAX = 8
+    STRIPES = 64         # locks of the rkey table
+    BUCKETS = 4096
+    RKEYS_MAX = 65536    # more than so many known keys: each user gets its own
+
+cdef struct ep_t
+cdef struct rkey_t
+
+cdef struct stripe_t:
+    spin_t lock
+    uint32_t count
+    uint64_t hits
+    uint64_t pad[6]      # one cache line each
+
+cdef struct counters_t:
+    uint64_t mem_reg
+    uint64_t mem_dereg
+    uint64_t derive
+    uint64_t revoke
+    uint64_t key_create
+    uint64_t key_destroy
+    uint64_t parked
+    uint64_t transfers
+    uint64_t rkey_misses
+
+cdef struct md_t:
+    ucxm_md_ops_t ops
+    ucxm_ep_ops_t ep_ops
+    ucxm_md_attr_t attr
+    void *priv
+    uint64_t epoch           # fork generation in which it was opened
+    uint32_t refs            # the Python object, handles, rkeys, endpoints
+    uint32_t state
+    uint32_t users           # threads inside the backend
+    uint32_t component_id
+    size_t memh_size
+    uint64_t next_key_id
+    spin_t tree_lock         # links, states and counts of handles and endpoints
+    uint32_t live_bases
+    uint32_t live_derived
+    uint32_t live_rkeys
+    uint32_t live_endpoints
+    ucxm_memh_t *bases
+    ep_t *endpoints
+    pthread_mutex_t key_lock  # making and destroying native keys; quarantine; parked
+    quarantine_t quarantine
+    uint32_t parked_count
+    ucxm_key_slot_t parked[PARKED_MAX]  # could not be destroyed yet
+    counters_t counters
+    rkey_t **buckets
+    rkey_t *private_rkeys    # not shared: RAW ones, and those over RKEYS_MAX
+    stripe_t stripes[STRIPES]
+
+
+cdef inline md_t *md_of(const ucxm_memh_t *memh) noexcept nogil:
+    return <md_t *>memh.id.md
+
+
+cdef inline ucxm_status_t md_enter(md_t *md) noexcept nogil:
+    """Keep the backend alive for a call; md_leave ends it."""
+    cdef uint32_t state
+    if md.epoch != fork_epoch:
+        return UCXM_ERR_FORKED
+    while True:
+        add32(&md.users, 1)
+        state = load32_sc(&md.state)
+        if state == MD_OPEN:
+            return UCXM_OK
+        sub32(&md.users, 1)
+        if state == MD_CLOSED:
+            return UCXM_ERR_CLOSED
+        sched_yield()  # a close that is under way may still turn out to be refused
+
+
+cdef inline void md_leave(md_t *md) noexcept nogil:
+    sub32(&md.users, 1)
+
+
+cdef inline void md_get(md_t *md) noexcept nogil:
+    add32(&md.refs, 1)
+
+
+cdef void md_put(md_t *md) noexcept nogil:
+    if sub32(&md.refs, 1) != 0:
+        return
+    quarantine_free(&md.quarantine)
+    mem_free(md.buckets)
+    pthread_mutex_destroy(&md.key_lock)
+    mem_free(md)
+
+
+cdef uint32_t fnv1a(const char *text) noexcept nogil:
+    """The 32-bit FNV-1a hash: a component's id in packed keys is that of its name."""
+    cdef uint32_t digest = 2166136261
+    while text[0] != 0:
+        digest = (digest ^ <uint8_t>text[0]) * 16777619
+        text += 1
+    return digest
+
+
+cdef unsigned md_progress(md_t *md) noexcept nogil:
+    cdef unsigned count
+    if md_enter(md) != UCXM_OK:
+        return 0
+    count = md.ops.progress(md.priv)
+    md_leave(md)
+    return count

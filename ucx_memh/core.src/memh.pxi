@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Handles: allocate, clone, link, release.  Base and derived are one type; what differs between
+# them is decided here, by init, and when their native state goes (revoke.pxi).
+
+cdef inline layout_t md_layout(md_t *md) noexcept nogil:
+    return memh_size(md.ops.tail_inherit_size, md.ops.tail_own_size)
+
+
+cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent, const plan_t *plan,
+                        size_t own_offset) noexcept nogil:
+    cdef ucxm_memh_identity_t *identity = &memh.id
+    identity.md = <ucxm_md_t *>md
+    identity.parent = parent
+    identity.children = NULL
+    identity.next = NULL
+    identity.prev = NULL
+    identity.plan = plan
+    identity.key_id = fetch_add64(&md.next_key_id, 1)
+    identity.epoch = md.epoch
+    identity.refs = 1
+    identity.state = UCXM_MEMH_LIVE
+    identity.live_children = 0
+    identity.own_offset = <uint32_t>own_offset
+
+
+cdef void init_inherited(ucxm_memh_t *memh, reg_t *reg, size_t tail_size) noexcept nogil:
+    memh.inherited.reg = &reg.pub
+    memh.inherited.flags = reg.pub.flags
+    memh.inherited.lkey = reg.pub.lkey
+    memh.inherited.mem_type = reg.pub.mem_type
+    memset(ucxm_memh_inherited_tail(memh), 0, tail_size)
+
+
+cdef void init_own(ucxm_memh_t *memh, uint64_t address, uint64_t length, uint64_t rights,
+                   uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
+    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    own.address = address
+    own.length = length
+    own.rights = rights
+    own.grant = grant
+    own.ep = ep
+    memset(own.slot, 0, sizeof(own.slot))
+    memset(own.packed, 0, sizeof(own.packed))
+    own.device_done.func = NULL
+    own.user_done = NULL
+    own.self = memh
+    own.pending = 0
+    own.closing = 0
+    own.failed = UCXM_OK
+    own.reserved = 0
+
+
+cdef ucxm_memh_t *memh_alloc(md_t *md, reg_t *reg, uint64_t rights) noexcept nogil:
+    """A base: size, malloc, init.  Takes the caller's reference to the Registration."""
+    cdef layout_t layout = md_layout(md)
+    cdef ucxm_memh_t *memh = <ucxm_memh_t *>mem_alloc(layout.size)
+    if memh == NULL:
+        return NULL
+    init_identity(memh, md, NULL, &BASE_PLAN, layout.own_offset)
+    init_inherited(memh, reg, layout.own_offset - sizeof(ucxm_memh_t))
+    init_own(memh, reg.pub.address, reg.pub.length, rights, reg.pub.grant, NULL)
+    ucxm_memh_own(memh).slot[UCXM_SLOT_PLAIN].value = reg.pub.rkey
+    md.ops.tail_init(md.priv, memh, ucxm_memh_inherited_tail(memh), ucxm_memh_own_tail(memh))
+    md_get(md)
+    return memh
+
+
+cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, uint64_t length,
+                             uint64_t rights, uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
+    """A derived handle: size, malloc, one memcpy of the inherited span, init of the rest.
+
+    Not linked and not counted yet: the caller may still throw it away with mem_free.
+    """
+    cdef layout_t layout = md_layout(md)
+    cdef ucxm_memh_t *memh = <ucxm_memh_t *>mem_alloc(layout.size)
+    if memh == NULL:
+        return NULL
+    init_identity(memh, md, parent, &DERIVED_PLAN, layout.own_offset)
+    memcpy(<char *>memh + layout.copy_offset, <char *>parent + layout.copy_offset,
+           layout.copy_size)
+    init_own(memh, address, length, rights, grant, ep)
+    md.ops.tail_init(md.priv, memh, NULL, ucxm_memh_own_tail(memh))
+    return memh
+
+
+cdef void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
+    """Put a live handle under its parent or among the bases.  tree_lock is held."""
+    cdef ucxm_memh_t **head
+    if memh.id.parent != NULL:
+        head = &memh.id.parent.id.children
+        memh.id.parent.id.live_children += 1
+        md.live_derived += 1
+    else:
+        head = &md.bases
+        md.live_bases += 1
+    memh.id.prev = NULL
+    memh.id.next = head[0]
+    if head[0] != NULL:
+        head[0].id.prev = memh
+    head[0] = memh
+
+
+cdef void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
+    """Its keys are gone.  tree_lock is held."""
+    cdef ucxm_memh_t **head
+    if memh.id.parent != NULL:
+        head = &memh.id.parent.id.children
+        memh.id.parent.id.live_children -= 1
+        md.live_derived -= 1
+    else:
+        head = &md.bases
+        md.live_bases -= 1
+    if memh.id.prev != NULL:
+        memh.id.prev.id.next = memh.id.next
+    else:
+        head[0] = memh.id.next
+    if memh.id.next != NULL:
+        memh.id.next.id.prev = memh.id.prev
+    memh.id.next = NULL
+    memh.id.prev = NULL
+
+
+cdef inline void memh_get(ucxm_memh_t *memh) noexcept nogil:
+    add32(&memh.id.refs, 1)
+
+
+cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
+    """Drop a reference; the last one frees a handle whose native state is gone already."""
+    cdef ucxm_memh_t *parent
+    cdef ucxm_memh_own_t *own
+    cdef md_t *md
+    cdef int i
+    while memh != NULL and sub32(&memh.id.refs, 1) == 0:
+        own = ucxm_memh_own(memh)
+        md = md_of(memh)
+        parent = memh.id.parent
+        for i in range(8):
+            mem_free(own.packed[i])
+        if own.ep != NULL:
+            ep_put(<ep_t *>own.ep)
+        reg_put(reg_of(memh))
+        mem_free(memh)
+        md_put(md)
+        memh = parent  # a loop: chains of derived handles may be long
+
+
+cdef inline ucxm_status_t memh_check(ucxm_memh_t *memh) noexcept nogil:
+    """Is it live, in this process?"""
+    cdef uint32_t state
+    if memh.id.epoch != fork_epoch:
+        return UCXM_ERR_FORKED
+    state = load32(&memh.id.state)
+    if state == UCXM_MEMH_LIVE:
+        return UCXM_OK
+    return UCXM_ERR_CLOSED if state == UCXM_MEMH_CLOSED else UCXM_ERR_REVOKED
+
+
+cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
+                           ucxm_error_t *error) noexcept nogil:
+    """Register what the prepared Registration says; takes it over, also on failure."""
+    cdef ucxm_status_t status
+    cdef ucxm_memh_t *memh
+    cdef uint64_t rights = reg.pub.grant
+    memh_p[0] = NULL
+    if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
+        rights &= ~UCXM_MEM_ACCESS_REMOTE
+    status = md_enter(md)
+    if status != UCXM_OK:
+        reg_put(reg)
+        return status
+    status = reg_hold(reg, error)
+    if status == UCXM_OK:
+        memh = memh_alloc(md, reg, rights)
+        if memh == NULL:
+            status = UCXM_ERR_NO_MEMORY
+            # If even this fails the device keeps the region; the memory under it must stay.
+            if reg_unhold(reg, error) != UCXM_OK:
+                md_leave(md)
+                return status
+    if status != UCXM_OK:
+        md_leave(md)
+        reg_put(reg)
+        return status
+    spin_lock(&md.tree_lock)
+    memh_link(md, memh)
+    spin_unlock(&md.tree_lock)
+    md_leave(md)
+    memh_p[0] = memh
+    return UCXM_OK
+
+
+cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t length,
+                              uint64_t grant, ucxm_ep_t *ep, ucxm_memh_t **memh_p,
+                              ucxm_error_t *error) noexcept nogil:
+    """Clone, narrowed to offset .. +length of the parent and to `grant`.
+
+    No command is sent and nothing of the parent but the list of its children is written.
+    """
+    cdef md_t *md = md_of(parent)
+    cdef ucxm_memh_own_t *base = ucxm_memh_own(parent)
+    cdef ucxm_memh_t *memh
+    cdef ucxm_status_t status
+
+    memh_p[0] = NULL
+    status = memh_check(parent)
+    if status != UCXM_OK:
+        return status
+    if not md.attr.flags & UCXM_MD_FLAG_REG_DERIVED:
+        return md.ops.mem_derive(md.priv, parent, parent, error)
+    if grant & ~base.grant:
+        error_text(error, "derive only narrows: the parent does not have these rights")
+        return UCXM_ERR_INVALID_PARAM
+    if offset > base.length or length > base.length - offset:
+        error_text(error, "derive only narrows: outside the parent's range")
+        return UCXM_ERR_INVALID_PARAM
+    if ep == NULL:
+        ep = base.ep
+    elif base.ep != NULL and base.ep != ep:
+        error_text(error, "the parent is bound to another endpoint")
+        return UCXM_ERR_INVALID_PARAM
+    if ep != NULL:
+        if not md.attr.flags & UCXM_MD_FLAG_DERIVE_ENDPOINT:
+            error_text(error, "this domain does not bind keys to endpoints")
+            return UCXM_ERR_UNSUPPORTED
+        status = ep_check(<ep_t *>ep)
+        if status != UCXM_OK:
+            error_text(error, "the endpoint is closed")
+            return status
+
+    status = md_enter(md)
+    if status != UCXM_OK:
+        return status
+    memh = memh_clone(md, parent, base.address + offset, length, grant, grant, ep)
+    if memh == NULL:
+        md_leave(md)
+        return UCXM_ERR_NO_MEMORY
+    status = md.ops.mem_derive(md.priv, parent, memh, error)
+    md_leave(md)
+    if status == UCXM_OK:
+        spin_lock(&md.tree_lock)
+        # Whoever closed the parent or the endpoint meanwhile has won.
+        status = memh_check(parent)
+        if status == UCXM_OK and ep != NULL:
+            status = ep_check(<ep_t *>ep)
+        if status == UCXM_OK:
+            memh_link(md, memh)
+            md.counters.derive += 1
+            if ep != NULL:
+                (<ep_t *>ep).bound += 1
+                add32(&(<ep_t *>ep).refs, 1)
+        spin_unlock(&md.tree_lock)
+    if status != UCXM_OK:
+        mem_free(memh)
+        return status
+    memh_get(parent)
+    md_get(md)
+    reg_get(reg_of(parent))
+    memh_p[0] = memh
+    return UCXM_OK

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The operations that endpoints carry.
+
+cdef struct transfer_t:
+    ucxm_op_t op       # first: what the backend sees
+    md_t *md
+    uint32_t refs      # the user and the device
+    uint32_t done
+    ucxm_status_t status
+    ucxm_memh_t *local     # counted in its Registration's inflight
+    ucxm_memh_t *borrowed  # a registration for this transfer alone
+    bint has_buffer
+    Py_buffer buffer
+
+
+cdef ucxm_memh_t *ep_bound_leaf(ep_t *ep) noexcept nogil:
+    """A live handle bound to the endpoint that has no live children, with a reference."""
+    cdef md_t *md = ep.md
+    cdef ucxm_memh_t *memh
+    spin_lock(&md.tree_lock)
+    memh = md.bases if ep.bound != 0 else NULL
+    while memh != NULL:
+        if memh.id.children != NULL:
+            memh = memh.id.children
+            continue
+        if ucxm_memh_own(memh).ep == &ep.pub:
+            memh_get(memh)
+            break
+        while memh != NULL and memh.id.next == NULL:
+            memh = memh.id.parent
+        if memh != NULL:
+            memh = memh.id.next
+    spin_unlock(&md.tree_lock)
+    return memh
+
+
+cdef transfer_t *transfer_alloc(md_t *md) noexcept nogil:
+    cdef transfer_t *transfer = <transfer_t *>alloc_zeroed(sizeof(transfer_t))
+    if transfer == NULL:
+        return NULL
+    transfer.md = md
+    transfer.refs = 1
+    transfer.op.complete = transfer_complete
+    return transfer
+
+
+cdef void transfer_release_buffer(transfer_t *transfer) noexcept with gil:
+    transfer.has_buffer = False
+    PyBuffer_Release(&transfer.buffer)
+
+
+cdef void transfer_put(transfer_t *transfer) noexcept nogil:
+    if sub32(&transfer.refs, 1) != 0:
+        return
+    if transfer.has_buffer:
+        transfer_release_buffer(transfer)
+    mem_free(transfer)
+
+
+cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcept nogil:
+    """Count the transfer as a user of the local handle's memory, or find it closed."""
+    cdef ucxm_status_t status
+    add32(&reg_of(memh).inflight, 1)
+    status = memh_check(memh)
+    if status != UCXM_OK:
+        sub32(&reg_of(memh).inflight, 1)
+        return status
+    memh_get(memh)
+    transfer.local = memh
+    transfer.op.lkey = memh.inherited.lkey
+    transfer.op.has_lkey = 1
+    return UCXM_OK
+
+
+cdef void transfer_unuse(transfer_t *transfer) noexcept nogil:
+    """Let go of the local memory, and of a registration made for this transfer alone."""
+    cdef ucxm_error_t ignored
+    cdef ucxm_memh_t *memh = transfer.local
+    if memh != NULL:
+        transfer.local = NULL
+        sub32(&reg_of(memh).inflight, 1)
+        memh_put(memh)
+    memh = transfer.borrowed
+    if memh != NULL:
+        transfer.borrowed = NULL
+        memset(&ignored, 0, sizeof(ignored))
+        memh_drop(memh, &ignored)
+
+
+cdef ucxm_status_t transfer_borrow(transfer_t *transfer, uint64_t rights,
+                                   ucxm_error_t *error) noexcept nogil:
+    """Register the caller's plain buffer for as long as the transfer lasts."""
+    cdef reg_t *reg = reg_alloc(transfer.md)
+    cdef ucxm_status_t status
+    if reg == NULL:
+        return UCXM_ERR_NO_MEMORY
+    reg.pub.address = <uint64_t>transfer.op.local
+    reg.pub.length = transfer.op.length
+    reg.pub.flags = rights
+    reg.pub.grant = rights
+    reg.pub.direct_rights = rights
+    status = mem_reg(transfer.md, reg, &transfer.borrowed, error)
+    if status == UCXM_OK:
+        status = transfer_use(transfer, transfer.borrowed)
+    return status
+
+
+cdef void transfer_complete(ucxm_op_t *op, ucxm_status_t status) noexcept nogil:
+    cdef transfer_t *transfer = <transfer_t *>op
+    cdef rkey_t *rkey = <rkey_t *>op.rkey
+    cdef ep_t *ep = <ep_t *>op.ep
+    transfer_unuse(transfer)
+    transfer.status = status
+    store32(&transfer.done, 1)
+    rkey_put(rkey)
+    ep_put(ep)
+    transfer_put(transfer)
+
+
+cdef ucxm_status_t transfer_check(ep_t *ep, rkey_t *rkey, ucxm_op_kind_t kind, uint64_t address,
+                                  uint64_t length, ucxm_error_t *error) noexcept nogil:
+    """What a well-behaved peer finds out without asking the device (and losing its connection)."""
+    cdef md_t *md = ep.md
+    cdef ucxm_status_t status = ep_check(ep)
+    cdef uint64_t right
+    if status != UCXM_OK:
+        return status
+    status = rkey_check(rkey)
+    if status != UCXM_OK:
+        return status
+    if rkey.md != md:
+        error_text(error, "the rkey belongs to another domain than the endpoint")
+        return UCXM_ERR_INVALID_PARAM
+    if kind == UCXM_OP_GET:
+        right = UCXM_MEM_ACCESS_REMOTE_GET
+    elif kind == UCXM_OP_PUT:
+        right = UCXM_MEM_ACCESS_REMOTE_PUT
+    else:
+        right = UCXM_MEM_ACCESS_REMOTE_ATOMIC
+        if not md.attr.flags & UCXM_MD_FLAG_ATOMIC:
+            error_text(error, "this domain has no atomics")
+            return UCXM_ERR_UNSUPPORTED
+        if address % 8:
+            error_text(error, "atomics want an address aligned to 8 bytes")
+            return UCXM_ERR_INVALID_PARAM
+    if address < rkey.pub.info.address or length > rkey.pub.info.length or (
+            address - rkey.pub.info.address > rkey.pub.info.length - length):
+        error_text(error, "outside the key's range")
+        return UCXM_ERR_RANGE
+    if not rkey.pub.info.rights & right:
+        error_text(error, "the key does not give this right")
+        return UCXM_ERR_ACCESS
+    return UCXM_OK
+
+
+cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep, rkey_t *rkey,
+                                 ucxm_error_t *error) noexcept nogil:
+    """Hand a checked and filled transfer to the device.
+
+    OK: it has been taken, and may have completed.  An error: not taken; NO_RESOURCE wants progress
+    and another try.  An access of no bytes touches nothing and needs no device.
+    """
+    cdef md_t *md = transfer.md
+    cdef ucxm_status_t status = md_enter(md)
+    cdef uint32_t state
+    if status != UCXM_OK:
+        return status
+    state = md.ep_ops.ep_state(md.priv, &ep.pub)
+    if transfer.op.length == 0:
+        transfer.status = UCXM_OK
+        store32(&transfer.done, 1)
+    elif state == UCXM_EP_ERROR:
+        error_text(error, "the connection failed earlier: reset both ends")
+        status = UCXM_ERR_FLUSHED
+    elif state != UCXM_EP_CONNECTED:
+        error_text(error, "the endpoint is not connected")
+        status = UCXM_ERR_INVALID_PARAM
+    elif (md.attr.flags & UCXM_MD_FLAG_NEED_MEMH and not transfer.op.has_lkey and
+          transfer.op.kind <= UCXM_OP_PUT and transfer.op.length > md.attr.bounce_size):
+        status = transfer_borrow(
+            transfer, UCXM_MEM_ACCESS_LOCAL_WRITE | UCXM_MEM_ACCESS_LOCAL_READ
+            if transfer.op.kind == UCXM_OP_GET else UCXM_MEM_ACCESS_LOCAL_READ, error)
+    if status == UCXM_OK and not transfer.done:
+        transfer.op.rkey = &rkey.pub
+        transfer.op.ep = &ep.pub
+        rkey_get(rkey)
+        add32(&ep.refs, 1)
+        add32(&transfer.refs, 1)
+        fetch_add64(&md.counters.transfers, 1)
+        status = md.ep_ops.ep_post(md.priv, &ep.pub, &transfer.op, error)
+        if status != UCXM_OK:
+            sub32(&transfer.refs, 1)
+            ep_put(ep)
+            rkey_put(rkey)
+    md_leave(md)
+    return status
