@@ -1325,6 +1325,8 @@ cdef class Operation:
     cdef object _finish(self, object timeout=None):
         cdef transfer_t *transfer = self.transfer
         cdef uint64_t until = UINT64_MAX
+        if transfer.md.epoch != fork_epoch:
+            raise failure(UCXM_ERR_FORKED, self.op, transfer.md, NULL, {})
         if not load32(&transfer.done):
             if timeout is not None:
                 until = now_ns() + <uint64_t>(max(0.0, timeout) * 1e9)
