@@ -1,0 +1,77 @@
+# Every target works on a fresh machine: what is missing is set up first.
+#   make demo     the main job, live          make test    everything a commit must pass
+#   make build    compile what changed        make bench   measure
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --quiet --disable-pip-version-check
+TOOLS  := $(VENV)/tools.stamp
+# Another set of backends is another editable install.
+STAMP  := $(VENV)/installed-$(shell \
+              echo $(UCX_MEMH_BACKENDS) backends/*/ucx_memh_*/ | cksum | cut -d' ' -f1).stamp
+DIST   := build/dist
+# What `make test` runs again on an installed sdist; `make test-dist` runs all.
+SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py
+
+.PHONY: setup build demo test suite bench lint docs clean test-dist test-dist-smoke
+.DELETE_ON_ERROR:
+
+setup: $(STAMP)
+
+$(TOOLS): pyproject.toml tools/bootstrap.sh
+	PYTHON="$(PYTHON)" sh tools/bootstrap.sh
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
+	    print(*project["build-system"]["requires"], *project["project"]["dependencies"], \
+	          *sum(project["project"]["optional-dependencies"].values(), []), sep="\n")' \
+	    > $(VENV)/requirements.txt
+	$(PIP) install -r $(VENV)/requirements.txt
+	touch $@
+
+# Without the extensions: `build` compiles them in place, and only what changed.
+$(STAMP): $(TOOLS)
+	UCX_MEMH_EXTENSIONS=0 flock $(VENV) $(PIP) install --no-deps --no-build-isolation -e .
+	touch $@
+
+# One at a time: two builds in one tree would write the same files.
+build: $(STAMP)
+	@flock $(VENV) $(PY) setup.py --quiet build_ext --inplace
+
+demo: build
+	$(PY) -m ucx_memh demo $(ARGS)
+
+test: suite test-dist-smoke
+
+suite: build
+	$(PY) -m pytest $(ARGS)
+	$(if $(wildcard bench/bench_*.py),$(PY) -m pytest -q --benchmark-disable bench)
+
+bench: build
+	$(PY) -m pytest bench --benchmark-only $(ARGS)
+
+lint: $(TOOLS)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/cython-lint ucx_memh backends $(wildcard bench)
+
+docs: build
+	$(PY) -m pydoc -w ucx_memh
+
+# The sdist, built and installed where the source tree cannot be seen.  It finds the files that
+# setuptools leaves out.
+$(DIST)/run: $(TOOLS) FORCE
+	rm -rf $(DIST)
+	mkdir -p $@
+	$(PY) setup.py --quiet sdist --dist-dir $(DIST)
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(DIST) $(DIST)/*.tar.gz
+	$(PY) -m venv --without-pip $(DIST)/venv
+	$(PIP) --python $(DIST)/venv install "$$(echo $(DIST)/*.whl)[test]"
+	cp -R tests pyproject.toml $@
+.PHONY: FORCE
+FORCE:
+
+test-dist test-dist-smoke: $(DIST)/run
+	cd $< && ../venv/bin/python -m pytest -m 'not source' $(if $(filter %-smoke,$@),-q $(SMOKE))
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find ucx_memh backends bench tests -name '*.so' -delete -o -name __pycache__ -prune -exec rm -r {} +

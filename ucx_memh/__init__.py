@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Register memory once; hand out remote keys to it that can each be revoked on their own.
+
+Importing this loads no vendor library and no plugin, starts no thread and reads no /proc: the
+first call of `components`, `query_mds` or `open_md` finds the backends.
+"""
+
+from typing import TYPE_CHECKING
+
+from ucx_memh import errors, flags
+from ucx_memh.errors import *  # noqa: F403
+from ucx_memh.flags import *  # noqa: F403
+from ucx_memh.resources import (
+    Component,
+    ComponentInfo,
+    EnforcementRow,
+    EnforcementTable,
+    MdAttr,
+    MdResource,
+)
+
+if TYPE_CHECKING:
+    from ucx_memh.core import Endpoint, Md, Memh, Operation, Rkey
+
+_CORE = ("Endpoint", "Md", "Memh", "Operation", "Rkey")
+
+__all__ = [
+    "Component",
+    "ComponentInfo",
+    "Endpoint",
+    "EnforcementRow",
+    "EnforcementTable",
+    "Md",
+    "MdAttr",
+    "MdResource",
+    "Memh",
+    "Operation",
+    "Rkey",
+    "components",
+    "get_cython_path",
+    "get_include",
+    "open_md",
+    "query_mds",
+]
+__all__ += errors.__all__
+__all__ += flags.__all__
+
+
+def components() -> list[ComponentInfo]:
+    """Every component that is installed and what is known of it; asks no device.
+
+    Any thread may call it.  Never fails because of a plugin: that one is "broken", with a reason.
+    """
+    from ucx_memh.plugins import components
+
+    return components()
+
+
+def query_mds(component: str | None = None, **config: object) -> list[MdResource]:
+    """The devices of one component, or of all; asks the devices anew at each call.
+
+    For all, a component without devices adds nothing (components() keeps the reason).  For one,
+    InvalidParamError: there is no such component; NoDeviceError: it has no device, and why.
+    `config` goes to the backend.  Any thread may call it.
+    """
+    from ucx_memh.plugins import query_mds
+
+    return query_mds(component, config)
+
+
+def open_md(spec: "str | MdResource", **config: object) -> "Md":
+    """Open a device: "component" (its first), "component/md_name" or an MdResource.
+
+    InvalidParamError: there is no such component, or the backend refuses `config`; NoDeviceError:
+    there is no such device, and why.  Any thread may call it.
+    """
+    from ucx_memh.plugins import open_md
+
+    return open_md(spec, config)
+
+
+def get_include() -> str:
+    """The folder to give to a C compiler for <ucx_memh/memh.h>."""
+    from os.path import dirname, join
+
+    return join(dirname(__file__), "include")
+
+
+def get_cython_path() -> str:
+    """The folder to give to Cython's include_path for `cimport ucx_memh.core`.
+
+    Cython looks at sys.path only, where an editable install is not.
+    """
+    from os.path import dirname
+
+    return dirname(dirname(__file__))
+
+
+def __getattr__(name: str) -> object:
+    if name in _CORE:
+        from ucx_memh import core
+
+        return getattr(core, name)
+    if name == "__version__":  # pyproject.toml is the one place that says it
+        from importlib.metadata import version
+
+        return version("ucx_memh")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})
