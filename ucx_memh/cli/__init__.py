@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The command line.  A subcommand is a module here with two functions:
+
+``add_arguments(parser)`` describes its arguments, ``run(args) -> int`` does the work and gives the
+exit status.  Its docstring is its help.  Status 1: the work failed; 2: the command line is wrong.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+
+import ucx_memh as um
+
+__all__ = ["main"]
+
+SUBCOMMANDS = ("info", "demo")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; what fails is one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m ucx_memh", description=um.__doc__)
+    parser.add_argument("--version", action="version", version=f"ucx_memh {um.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for name in SUBCOMMANDS:
+        if find_spec(f"{__name__}.{name}") is None:
+            continue
+        module = import_module(f"{__name__}.{name}")
+        text = module.__doc__ or ""
+        subparser = subparsers.add_parser(
+            name, help=text.partition("\n")[0].rstrip("."), description=text
+        )
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except um.InvalidParamError as error:
+        return _fail(error, 2)
+    except BrokenPipeError:
+        # The reader has gone (a pager, `head`).  Nothing more to say, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (um.MemhError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _fail(error: Exception, status: int) -> int:
+    print("ucx_memh:", " ".join(str(error).split()), file=sys.stderr)
+    return status

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""List components and devices, what they can do, and why something is not there."""
+
+import argparse
+import json
+from dataclasses import asdict
+from enum import Flag
+
+import ucx_memh as um
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="for a program")
+
+
+def run(args: argparse.Namespace) -> int:
+    report = collect()
+    print(json.dumps(report, indent=2) if args.json else as_text(report))
+    return 0
+
+
+def collect() -> dict:
+    """All that there is to know, of JSON's types; asks and opens every device."""
+    devices: dict[str, list[dict]] = {}
+    for resource in um.query_mds():
+        devices.setdefault(resource.component, []).append(_device(resource))
+    # After the query: now the states are known.
+    components = [
+        {**asdict(info), "devices": devices.get(info.name, []) if info.state == "available" else []}
+        for info in um.components()
+    ]
+    return {"version": um.__version__, "components": components}
+
+
+def _device(resource: um.MdResource) -> dict:
+    device: dict = {"name": resource.md_name, "software": resource.software}
+    try:
+        with um.open_md(resource) as md:
+            attr = md.attr
+    except um.MemhError as error:
+        return {**device, "error": str(error)}
+    rows = asdict(attr.enforcement)
+    return {
+        **device,
+        "flags": _names(attr.flags),
+        "mem_types": sorted(kind.name for kind in attr.mem_types),
+        "rkey_packed_size": attr.rkey_packed_size,
+        "key_size_max": attr.key_size_max,
+        "max_reg": attr.max_reg,
+        "reg_alignment": attr.reg_alignment,
+        "enforcement": {
+            promise: {access: who.name for access, who in row.items()}
+            for promise, row in rows.items()
+        },
+    }
+
+
+def _names(flags: Flag) -> list[str]:
+    return [flag.name for flag in flags if flag.name]
+
+
+def as_text(report: dict) -> str:
+    """The same for a person."""
+    lines = [f"ucx_memh {report['version']}"]
+    for component in report["components"]:
+        version, reason = component["version"], component["reason"]
+        lines += [
+            "",
+            f"{component['name']} {version}".rstrip()
+            + f": {component['state']}"
+            + (f" ({reason})" if reason else ""),
+            f"  {component['path']}",
+        ]
+        for device in component["devices"]:
+            lines += _device_lines(device)
+    if not report["components"]:
+        lines += ["", "no components are installed"]
+    return "\n".join(lines)
+
+
+def _device_lines(device: dict) -> list[str]:
+    made = "made of software" if device["software"] else "hardware or kernel"
+    lines = [f"  device {device['name']}: {made}"]
+    if "error" in device:
+        return [*lines, f"    cannot be opened: {device['error']}"]
+    limit = f"{device['max_reg']} bytes" if device["max_reg"] else "no limit"
+    lines += [
+        f"    can           {' '.join(device['flags']).lower()}",
+        f"    memory        {' '.join(device['mem_types']).lower()}",
+        f"    key           {device['rkey_packed_size']} bytes of {device['key_size_max']} at most",
+        f"    registration  {limit}, aligned to {device['reg_alignment']}",
+        f"    enforcement   {'get':<13}{'put':<13}atomic",
+    ]
+    for promise, row in device["enforcement"].items():
+        cells = "".join(f"{who.lower():<13}" for who in row.values())
+        lines.append(f"      {promise:<12}{cells}")
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The hooks of a backend plugin.
+
+A plugin is a module named by an entry point of the group "ucx_memh".  Its hookimpls must be plain
+Python functions: pluggy does not see those that Cython compiled.  They run in any thread, on cold
+paths only, and are called with keyword arguments::
+
+    from ucx_memh.hookspecs import hookimpl
+
+    @hookimpl
+    def ucx_memh_components():
+        return [Component("mine", version="1.0")]
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from ucx_memh.resources import Component, MdResource
+
+if TYPE_CHECKING:
+    from ucx_memh.core import Md
+
+__all__ = ["PROJECT", "hookimpl", "ucx_memh_components", "ucx_memh_open_md", "ucx_memh_query_mds"]
+
+PROJECT = "ucx_memh"  # pluggy's project name, and the entry points' group
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def ucx_memh_components() -> list[Component]:
+    """What the plugin offers.  Looks at no device and loads no vendor library."""
+    raise NotImplementedError
+
+
+@hookspec
+def ucx_memh_query_mds(component: str, config: dict[str, Any]) -> list[MdResource] | None:
+    """The devices of `component` now; None: not a component of this plugin.
+
+    Raises NoDeviceError(reason) when there is none, InvalidParamError when `config` is wrong.
+    Changes nothing in the process.
+    """
+    raise NotImplementedError
+
+
+@hookspec(firstresult=True)
+def ucx_memh_open_md(resource: MdResource, config: dict[str, Any]) -> "Md | None":
+    """The opened device; None: not one of this plugin's.  The first answer wins."""
+    raise NotImplementedError
