@@ -11,15 +11,15 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals, PyErr_Clear, PyErr_WriteUnraisable
+from cpython.exc cimport PyErr_CheckSignals, PyErr_WriteUnraisable
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stddef cimport size_t
 from libc.stdint cimport (
-    int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t, UINT64_MAX,
+    int32_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t, UINT64_MAX,
 )
 from libc.stdlib cimport free, malloc
-from libc.string cimport memcmp, memcpy, memmove, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from ucx_memh.libmemh cimport *
 
@@ -46,4 +46,9 @@ include "core.src/rkey.pxi"
 include "core.src/transfer.pxi"
 include "core.src/close.pxi"
 include "core.src/status.pxi"
-include "core.src/classes.pxi"
+include "core.src/args.pxi"
+include "core.src/waiting.pxi"
+include "core.src/rkey_class.pxi"
+include "core.src/endpoint_class.pxi"
+include "core.src/memh_class.pxi"
+include "core.src/md_class.pxi"

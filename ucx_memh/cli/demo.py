@@ -34,8 +34,13 @@ BUMPS = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="ib_mlx5", help="component to use (default ib_mlx5)")
     parser.add_argument("--file", type=Path, help="file to serve (default: one that it makes)")
-    parser.add_argument("--size", type=int, default=256, metavar="MIB",
-                        help="size of the file that it makes (default 256)")  # fmt: skip
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=256,
+        metavar="MIB",
+        help="size of the file that it makes (default 256)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,17 +84,24 @@ def _with_derived_keys(md: um.Md, region: "Region", peers: list["Peer"], show: "
     wins = show.step(
         "derive 3 handles and one for the counter",
         md,
-        lambda: {p: base.derive(*grants[p]) for p in peers}
-        | {None: base.derive(region.data, 8, atomic)},
+        lambda: (
+            {p: base.derive(*grants[p]) for p in peers}
+            | {None: base.derive(region.data, 8, atomic)}
+        ),
     )
-    keys = show.step("pack their keys (first time)", md,
-                     lambda: {p: win.mkey_pack() for p, win in wins.items()})  # fmt: skip
+    keys = show.step(
+        "pack their keys (first time)", md, lambda: {p: win.mkey_pack() for p, win in wins.items()}
+    )
     again = show.step("pack them again", md, lambda: {p: w.mkey_pack() for p, w in wins.items()})
     show.expect("a key packs to the same bytes every time", again == keys)
     for peer in peers:
         peer.connect()
-        peer.call("keys", data=keys[peer].hex(), counter=keys[None].hex(),
-                  raw=wins[peer].mkey_pack(um.PackFlag.RAW).hex())  # fmt: skip
+        peer.call(
+            "keys",
+            data=keys[peer].hex(),
+            counter=keys[None].hex(),
+            raw=wins[peer].mkey_pack(um.PackFlag.RAW).hex(),
+        )
 
     # Everybody moves data and checks it.
     result = reader.bulk("read", "reader reads everything", show)
@@ -109,10 +121,14 @@ def _with_derived_keys(md: um.Md, region: "Region", peers: list["Peer"], show: "
     # What a key does not give is refused, by the library and, around it, by the device.
     before = region.hash(0, region.data)
     show.refusal("reader tries to write", reader.call("try", op="put"), "ACCESS")
-    show.refusal("reader writes around its library", reader.call("try", op="put", raw=True),
-                 "REMOTE_ACCESS")  # fmt: skip
-    show.refusal("writer reads outside its part", writer.call("try", op="get", raw=True, skip=-64),
-                 "REMOTE_ACCESS")  # fmt: skip
+    show.refusal(
+        "reader writes around its library", reader.call("try", op="put", raw=True), "REMOTE_ACCESS"
+    )
+    show.refusal(
+        "writer reads outside its part",
+        writer.call("try", op="get", raw=True, skip=-64),
+        "REMOTE_ACCESS",
+    )
     show.expect("no refused write changed a byte", region.hash(0, region.data) == before)
     for peer in (reader, writer):
         peer.reconnect()
@@ -128,8 +144,9 @@ def _with_derived_keys(md: um.Md, region: "Region", peers: list["Peer"], show: "
     show.expect("its late writes changed nothing", region.hash(*grants[writer][:2]) == frozen)
     writer.call("notice", notice=win.revoke_notice().hex())
     writer.reconnect()
-    show.refusal("writer tries again, told of the revocation", writer.call("try", op="put"),
-                 "REVOKED")  # fmt: skip
+    show.refusal(
+        "writer tries again, told of the revocation", writer.call("try", op="put"), "REVOKED"
+    )
 
     # Only that key has gone.
     result = reader.bulk("read", "reader reads everything again", show)
@@ -140,12 +157,17 @@ def _with_derived_keys(md: um.Md, region: "Region", peers: list["Peer"], show: "
     show.expect("the worker goes on", result["sha256"] == region.hash(*grants[worker][:2]))
     for peer in peers:
         peer.call("bump", times=BUMPS)
-    show.expect("the shared counter key still works, for the writer too",
-                region.counter == 6 * BUMPS)  # fmt: skip
+    show.expect(
+        "the shared counter key still works, for the writer too", region.counter == 6 * BUMPS
+    )
 
     regrant = base.derive(*grants[writer])
-    writer.call("keys", data=regrant.mkey_pack().hex(), counter=keys[None].hex(),
-                raw=regrant.mkey_pack(um.PackFlag.RAW).hex())  # fmt: skip
+    writer.call(
+        "keys",
+        data=regrant.mkey_pack().hex(),
+        counter=keys[None].hex(),
+        raw=regrant.mkey_pack(um.PackFlag.RAW).hex(),
+    )
     result = writer.bulk("write", "writer, with a new key", show)
     show.moved("writer, with a new key", result)
     show.expect("the base can grant again", result["sha256"] == region.hash(*grants[writer][:2]))
@@ -162,24 +184,37 @@ def _without(md: um.Md, region: "Region", peers: list["Peer"], show: "Show") -> 
     key = show.step("pack the region's key", md, base.mkey_pack)
     flag = um.MemFlag
     show.refusal("derive a key for each peer", _refused(base.derive), "UNSUPPORTED")
-    show.refusal("register with derived keys only",
-                 _refused(lambda: region.register(md, flag.DERIVED_ONLY)()), "UNSUPPORTED")  # fmt: skip
-    show.refusal("pack a revocable key",
-                 _refused(lambda: base.mkey_pack(um.PackFlag.INVALIDATE_RMA)), "UNSUPPORTED")  # fmt: skip
+    show.refusal(
+        "register with derived keys only",
+        _refused(lambda: region.register(md, flag.DERIVED_ONLY)()),
+        "UNSUPPORTED",
+    )
+    show.refusal(
+        "pack a revocable key",
+        _refused(lambda: base.mkey_pack(um.PackFlag.INVALIDATE_RMA)),
+        "UNSUPPORTED",
+    )
     for peer in peers:
         peer.connect()
         peer.call("keys", data=key.hex(), counter=key.hex(), raw="")
         result = peer.bulk("read", f"{peer.role} reads everything", show)
         show.moved(f"{peer.role} reads everything", result)
-        show.expect(f"the {peer.role}'s bytes are the file's",
-                    result["sha256"] == region.hash(0, base.length))  # fmt: skip
+        show.expect(
+            f"the {peer.role}'s bytes are the file's",
+            result["sha256"] == region.hash(0, base.length),
+        )
     result = peers[1].bulk("write", "writer writes everything, reads it back", show)
     show.moved("writer writes everything, reads it back", result)
-    show.expect("the writer's bytes are in the owner's memory",
-                result["sha256"] == region.hash(0, base.length))  # fmt: skip
+    show.expect(
+        "the writer's bytes are in the owner's memory",
+        result["sha256"] == region.hash(0, base.length),
+    )
     show.refusal("worker bumps a counter", peers[2].call("try", op="bump"), "UNSUPPORTED")
-    show.refusal("deregister, promising that no key works",
-                 _refused(lambda: base.dereg(invalidate=True)), "UNSUPPORTED")  # fmt: skip
+    show.refusal(
+        "deregister, promising that no key works",
+        _refused(lambda: base.dereg(invalidate=True)),
+        "UNSUPPORTED",
+    )
     for peer in peers:
         peer.call("close")
     show.step("deregister", md, base.dereg)
@@ -227,8 +262,9 @@ class Region:
                     advance(count)
             digest.update(view[at:data])
             view.release()
-            show.say(f"file {path.name}: {size} bytes, sha256 of its pages "
-                     f"{digest.hexdigest()[:16]}")  # fmt: skip
+            show.say(
+                f"file {path.name}: {size} bytes, sha256 of its pages {digest.hexdigest()[:16]}"
+            )
             yield cls(memory, data, digest.hexdigest())
 
     def register(self, md: um.Md, flags: um.MemFlag | None = None) -> Callable[[], um.Memh]:
@@ -350,8 +386,10 @@ class Show:
         attr = md.attr
         self.say(f"ucx_memh {um.__version__}: {attr.component}/{attr.md_name}")
         if attr.software:
-            self.say("This device is made of SOFTWARE: it speaks the vendor's commands and refuses "
-                     "as the\nvendor's tables say, but its times are not a NIC's.")  # fmt: skip
+            self.say(
+                "This device is made of SOFTWARE: it speaks the vendor's commands and refuses "
+                "as the\nvendor's tables say, but its times are not a NIC's."
+            )
         self.say("")
 
     def row(self, step: str, cost: str = "", sent: str = "", outcome: str = "") -> None:
@@ -369,8 +407,12 @@ class Show:
 
     def moved(self, title: str, result: dict) -> None:
         rate = result["bytes"] / max(result["seconds"], 1e-9) / 1e9
-        self.row(title, _seconds(result["seconds"]), f"{result['bytes'] / MIB:.1f} MiB",
-                 f"{rate:.2f} GB/s")  # fmt: skip
+        self.row(
+            title,
+            _seconds(result["seconds"]),
+            f"{result['bytes'] / MIB:.1f} MiB",
+            f"{rate:.2f} GB/s",
+        )
 
     def refusal(self, title: str, result: dict, status: str) -> None:
         self.row(title, "", "", f"refused by {result['by']}: {result['status']}")
@@ -388,8 +430,12 @@ class Show:
         """The same steps at two sizes: what grows, and what does not."""
         sizes = (SMALL, region.data)
         self.say("")
-        self.row(f"cost by size of the region (best of {REPEAT})",
-                 f"{sizes[0] >> 10} KiB", f"{sizes[1] >> 10} KiB", "commands at either size")  # fmt: skip
+        self.row(
+            f"cost by size of the region (best of {REPEAT})",
+            f"{sizes[0] >> 10} KiB",
+            f"{sizes[1] >> 10} KiB",
+            "commands at either size",
+        )
         small, large = (_costs(md, region, size) for size in sizes)
         for title in small:
             (one, sent), (two, sent_two) = small[title], large[title]
@@ -416,8 +462,12 @@ class Show:
             state["total"] = total or state["total"]
             if shown:
                 part = state["done"] / max(state["total"], 1)
-                print(f"\r  {title:<44} [{'#' * int(30 * part):<30}] {part:4.0%}",
-                      end="", file=sys.stderr, flush=True)  # fmt: skip
+                print(
+                    f"\r  {title:<44} [{'#' * int(30 * part):<30}] {part:4.0%}",
+                    end="",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
         try:
             yield advance

@@ -85,7 +85,8 @@ def _device_lines(device: dict) -> list[str]:
     lines = [f"  device {device['name']}: {made}"]
     if "error" in device:
         return [*lines, f"    cannot be opened: {device['error']}"]
-    limit = f"{device['max_reg']} bytes" if device["max_reg"] else "no limit"
+    unlimited = device["max_reg"] in (0, 2**64 - 1)
+    limit = "no limit" if unlimited else f"{device['max_reg']} bytes"
     lines += [
         f"    can           {' '.join(device['flags']).lower()}",
         f"    memory        {' '.join(device['mem_types']).lower()}",

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# What Python hands in: numbers, flags, buffers.
+
+cdef uint64_t MEM_FLAGS_HINT = UCXM_MEM_SYMMETRIC_RKEY | UCXM_MEM_GVA
+cdef uint64_t MEM_FLAGS_KNOWN = UCXM_MEM_ACCESS_ALL | UCXM_MEM_DERIVED_ONLY
+
+
+cdef uint64_t as_u64(object value, str name, str op) except? 0xdeadbeefdeadbeef:
+    """An address, offset, length or operand, or InvalidParamError."""
+    if type(value) is int:
+        if 0 <= value <= UINT64_MAX:
+            return value
+        raise _errors.InvalidParamError(f"{name} must be in 0 .. 2^64-1, not {value}", op=op)
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise _errors.InvalidParamError(
+            f"{name} must be an integer, not {type(value).__name__}", op=op)
+    return as_u64(value.__index__(), name, op)
+
+
+cdef uint64_t as_access(object flags, str op) except? 0xdeadbeefdeadbeef:
+    """Flags of mem_reg or derive: known and supported ones, or an error."""
+    cdef uint64_t value = as_u64(flags, "flags", op)
+    if value & MEM_FLAGS_HINT:
+        raise _errors.UnsupportedError(
+            f"{_flags.MemFlag(value & MEM_FLAGS_HINT)!r} is not supported", op=op)
+    if value & ~MEM_FLAGS_KNOWN:
+        raise _errors.InvalidParamError(
+            f"unknown flags {value & ~MEM_FLAGS_KNOWN:#x}", op=op)
+    return value
+
+
+cdef object enforcement_table(ucxm_enforcement_t *cells):
+    return _resources.EnforcementTable.of(cells.rights, cells.range, cells.revoke)
+
+
+cdef int get_buffer(object buffer, Py_buffer *view, bint writable, str op) except -1:
+    """Export a C-contiguous buffer, or say in our words why not."""
+    if not PyObject_CheckBuffer(buffer):
+        if hasattr(buffer, "__cuda_array_interface__"):
+            raise _errors.UnsupportedError("this is device memory, and this domain takes host "
+                                           "memory only", op=op)
+        raise _errors.InvalidParamError(
+            f"{type(buffer).__name__} does not export a buffer", op=op)
+    try:
+        PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE)
+    except (BufferError, ValueError) as error:
+        raise _errors.InvalidParamError(f"no C-contiguous buffer: {error}", op=op) from error
+    if writable and view.readonly:
+        PyBuffer_Release(view)
+        raise _errors.AccessError("the buffer is read-only", op=op)
+    return 0

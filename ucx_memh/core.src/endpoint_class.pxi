@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Endpoint and Operation.
+
+cdef ep_t *ep_use(Endpoint self, str op) except NULL:
+    cdef ep_t *ep = <ep_t *>self.ep
+    cdef ucxm_status_t status = ep_check(ep)
+    if status != UCXM_OK:
+        raise failure(status, op, ep.md, NULL, {})
+    return ep
+
+
+cdef int ep_notice_error(Endpoint self) except -1:
+    """Tell on_error, once."""
+    if id(self) not in self.md.endpoints:
+        return 0
+    if ep_check(<ep_t *>self.ep) != UCXM_OK or self.state != UCXM_EP_ERROR:
+        return 0
+    if self.md.endpoints.pop(id(self), None) is None:
+        return 0
+    try:
+        self.error_callback(self)
+    except BaseException:
+        PyErr_WriteUnraisable(self.error_callback)
+    return 0
+
+
+cdef int transfer_local(transfer_t *transfer, object local, bint writable, str op) except -1:
+    """The local side: a handle's whole range, or any buffer."""
+    cdef ucxm_memh_own_t *own
+    cdef ucxm_memh_t *memh
+    cdef ucxm_status_t status
+    cdef uint64_t right
+    if type(local) is Memh:
+        memh = (<Memh>local).memh
+        own = ucxm_memh_own(memh)
+        right = UCXM_MEM_ACCESS_LOCAL_WRITE if writable else UCXM_MEM_ACCESS_LOCAL_READ
+        if md_of(memh) != transfer.md:
+            raise _errors.InvalidParamError("a handle of another Md", op=op)
+        if not own.grant & right:
+            raise memh_failure(UCXM_ERR_ACCESS, op, memh, NULL)
+        status = transfer_use(transfer, memh)
+        if status != UCXM_OK:
+            raise memh_failure(status, op, memh, NULL)
+        transfer.op.local = <void *>own.address
+        transfer.op.length = own.length
+        return 0
+    get_buffer(local, &transfer.buffer, writable, op)
+    transfer.has_buffer = True
+    transfer.op.local = transfer.buffer.buf
+    transfer.op.length = transfer.buffer.len
+    return 0
+
+
+cdef void transfer_wait(transfer_t *transfer, uint64_t until) noexcept nogil:
+    """Progress for a slice of time, or until it is done: first busily, then asleep if possible."""
+    cdef md_t *md = transfer.md
+    cdef uint64_t start = now_ns()
+    cdef uint64_t now = start
+    cdef pollfd event
+    cdef ucxm_error_t error
+    while not load32(&transfer.done):
+        if md_progress(md) != 0:
+            continue
+        now = now_ns()
+        if now >= until or now - start > SLICE_NS:
+            return
+        if now - start < SPIN_NS or not md.attr.flags & UCXM_MD_FLAG_EVENT_FD:
+            sched_yield()
+            continue
+        if md_enter(md) != UCXM_OK:
+            return
+        memset(&error, 0, sizeof(error))
+        event.fd = -1
+        event.events = POLLIN
+        event.revents = 0
+        if md.ops.event_fd(md.priv, &event.fd, &error) == UCXM_OK and (
+                md.ops.event_arm(md.priv, &error) == UCXM_OK):
+            md_leave(md)
+            if not load32(&transfer.done):
+                poll(&event, 1, 5)
+        else:
+            md_leave(md)
+
+
+@cython.final
+cdef class Operation:
+    """An operation under way.  Its buffer is held until it is done, also if this object goes."""
+
+    cdef transfer_t *transfer
+    cdef Endpoint endpoint
+    cdef Rkey rkey
+    cdef str op
+    cdef uint64_t address
+    cdef uint64_t length
+
+    def __init__(self):
+        raise TypeError("Operation objects are made by Endpoint.*_nb()")
+
+    def __dealloc__(self):
+        cdef transfer_t *transfer = self.transfer
+        if transfer == NULL or transfer.md.epoch != fork_epoch:
+            return
+        if transfer.refs == 1:
+            transfer_unuse(transfer)  # never posted, or completed: nobody else is there
+        transfer_put(transfer)
+
+    def __repr__(self):
+        return f"<Operation {self.op} {self.status.name}>"
+
+    @property
+    def done(self):
+        """Whether it has completed; makes no progress by itself."""
+        return load32(&self.transfer.done) != 0
+
+    @property
+    def status(self):
+        """Status: INPROGRESS, OK or the error."""
+        if not load32(&self.transfer.done):
+            return _flags.Status(UCXM_INPROGRESS)
+        return _flags.Status(self.transfer.status)
+
+    @property
+    def bytes_done(self):
+        """Bytes that were moved; final when it is done."""
+        return self.transfer.op.bytes_done
+
+    def wait(self, timeout=None):
+        """Progress until it is done; returns what the blocking call returns, or raises the same.
+
+        `timeout` in seconds: TimedOutError after it, with the operation still under way.
+        """
+        return self._finish(None if timeout is None else float(timeout))
+
+    cdef object _finish(self, object timeout=None):
+        cdef transfer_t *transfer = self.transfer
+        cdef uint64_t until = UINT64_MAX
+        if transfer.md.epoch != fork_epoch:
+            raise failure(UCXM_ERR_FORKED, self.op, transfer.md, NULL, {})
+        if not load32(&transfer.done):
+            if timeout is not None:
+                until = now_ns() + <uint64_t>(max(0.0, timeout) * 1e9)
+            while True:
+                with nogil:
+                    transfer_wait(transfer, until)
+                if load32(&transfer.done):
+                    break
+                if now_ns() >= until:
+                    raise operation_failure(self, UCXM_ERR_TIMED_OUT)
+                PyErr_CheckSignals()
+        if transfer.has_buffer:
+            transfer_release_buffer(transfer)
+        if transfer.status != UCXM_OK:
+            if not load32(&(<ep_t *>self.endpoint.ep).closed):
+                ep_notice_error(self.endpoint)
+            raise operation_failure(self, transfer.status)
+        if transfer.op.kind > UCXM_OP_PUT:
+            return transfer.op.result
+        return None
+
+
+cdef object operation_failure(Operation self, ucxm_status_t status):
+    cdef transfer_t *transfer = self.transfer
+    cdef dict context = {"address": self.address, "length": self.length,
+                         "bytes_done": transfer.op.bytes_done}
+    if self.rkey.rkey != NULL and self.rkey.rkey.info.owner.pid:
+        context["pid"] = self.rkey.rkey.info.owner.pid
+    return failure(status, self.op, transfer.md, &transfer.op.error, context)
+
+
+cdef Operation transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey_object,
+                              object remote_address, object local, uint64_t operand,
+                              uint64_t compare, str op):
+    """Check, fill and post one operation."""
+    cdef ep_t *ep = ep_use(self, op)
+    cdef rkey_t *rkey
+    cdef uint64_t address = as_u64(remote_address, "remote_address", op)
+    cdef transfer_t *transfer
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    cdef uint64_t deadline
+    cdef Operation operation
+    if rkey_object is None:
+        raise _errors.InvalidParamError("rkey must be an Rkey, not None", op=op)
+    rkey = rkey_use(rkey_object, op)
+    memset(&error, 0, sizeof(error))
+    transfer = transfer_alloc(ep.md)
+    if transfer == NULL:
+        raise _errors.NoMemoryError(op=op)
+    operation = Operation.__new__(Operation)
+    operation.transfer = transfer
+    operation.endpoint = self
+    operation.rkey = rkey_object
+    operation.op = op
+    transfer.op.kind = kind
+    transfer.op.remote_address = address
+    transfer.op.operand = operand
+    transfer.op.compare = compare
+    if kind <= UCXM_OP_PUT:
+        transfer_local(transfer, local, kind == UCXM_OP_GET, op)
+    else:
+        transfer.op.length = 8
+    operation.length = transfer.op.length
+    operation.address = address
+    status = transfer_check(ep, rkey, kind, address, transfer.op.length, &error)
+    if status == UCXM_OK:
+        with nogil:
+            status = transfer_post(transfer, ep, rkey, &error)
+    while status == UCXM_ERR_NO_RESOURCE:
+        with nogil:
+            deadline = now_ns() + SLICE_NS
+            while status == UCXM_ERR_NO_RESOURCE and now_ns() < deadline:
+                if md_progress(ep.md) == 0:
+                    sched_yield()
+                memset(&error, 0, sizeof(error))
+                status = transfer_post(transfer, ep, rkey, &error)
+        PyErr_CheckSignals()
+    if status != UCXM_OK:
+        raise rkey_failure(status, op, rkey, &error, address, transfer.op.length)
+    return operation
+
+
+@cython.final
+cdef class Endpoint:
+    """A connection that moves data: get, put, atomics.
+
+    Hand `address` to the peer, `connect` to the peer's.  An access that the remote device refuses
+    moves both ends to ERROR; operations then give FlushedError until both ends have been reset
+    and connected again.  Any thread may call any method.
+    """
+
+    def __init__(self):
+        raise TypeError("Endpoint objects are made by Md.endpoint()")
+
+    def __dealloc__(self):
+        cdef ep_t *ep = <ep_t *>self.ep
+        cdef ucxm_error_t error
+        if ep == NULL or ep.md.epoch != fork_epoch:
+            return
+        memset(&error, 0, sizeof(error))
+        with nogil:
+            if ep_shut(ep, &error) == UCXM_OK:
+                ep_put(ep)
+
+    def __repr__(self):
+        if load32(&(<ep_t *>self.ep).closed):
+            return "<Endpoint closed>"
+        return f"<Endpoint {md_component((<ep_t *>self.ep).md)} {self.state.name}>"
+
+    def __reduce__(self):
+        raise TypeError("an Endpoint cannot be pickled or copied: hand over its address")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.close()
+
+    @property
+    def address(self):
+        """The bytes for the peer's connect(); new ones after each reset()."""
+        cdef ep_t *ep = ep_use(self, "address")
+        cdef md_t *md = ep.md
+        cdef uint8_t address[UCXM_EP_ADDRESS_MAX]
+        cdef size_t length = sizeof(address)
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status = md_enter(md)
+        memset(&error, 0, sizeof(error))
+        if status == UCXM_OK:
+            status = md.ep_ops.ep_address(md.priv, &ep.pub, address, &length, &error)
+            md_leave(md)
+        if status != UCXM_OK:
+            raise failure(status, "address", md, &error, {})
+        return PyBytes_FromStringAndSize(<const char *>address, length)
+
+    def connect(self, peer_address):
+        """Connect to the endpoint whose `address` this is.
+
+        Returns at once: what is posted before the peer has connected too waits for it.  Raises
+        InvalidParamError (bytes that are no address, connected already), StaleKeyError (an
+        address from before the peer's reset), UnreachableError.
+        """
+        cdef ep_t *ep = ep_use(self, "connect")
+        cdef md_t *md = ep.md
+        cdef Py_buffer view
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        memset(&error, 0, sizeof(error))
+        get_buffer(peer_address, &view, False, "connect")
+        with nogil:
+            status = md_enter(md)
+            if status == UCXM_OK:
+                status = md.ep_ops.ep_connect(md.priv, &ep.pub, <const uint8_t *>view.buf,
+                                              view.len, &error)
+                md_leave(md)
+        PyBuffer_Release(&view)
+        if status != UCXM_OK:
+            raise failure(status, "connect", md, &error, {})
+
+    @property
+    def state(self):
+        """EpState: IDLE, CONNECTED or ERROR."""
+        cdef ep_t *ep = ep_use(self, "state")
+        cdef md_t *md = ep.md
+        cdef uint32_t state
+        cdef ucxm_status_t status = md_enter(md)
+        if status != UCXM_OK:
+            raise failure(status, "state", md, NULL, {})
+        state = md.ep_ops.ep_state(md.priv, &ep.pub)
+        md_leave(md)
+        return _flags.EpState(state)
+
+    @property
+    def on_error(self):
+        """Called once, with the endpoint, when the connection has failed; by progress or by the
+        call that finds out, in that thread."""
+        return self.error_callback
+
+    @on_error.setter
+    def on_error(self, callback):
+        if callback is not None and not callable(callback):
+            raise _errors.InvalidParamError("on_error must be callable or None", op="on_error")
+        self.error_callback = callback
+        if callback is None:
+            self.md.endpoints.pop(id(self), None)
+        else:
+            self.md.endpoints[id(self)] = self
+
+    def reset(self):
+        """Back to IDLE, with a new address; the peer must reset and both must connect again.
+
+        What was under way completes with FlushedError.  Keys stay valid.
+        """
+        cdef ep_t *ep = ep_use(self, "reset")
+        cdef md_t *md = ep.md
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        memset(&error, 0, sizeof(error))
+        with nogil:
+            status = md_enter(md)
+            if status == UCXM_OK:
+                status = md.ep_ops.ep_reset(md.priv, &ep.pub, &error)
+                md_leave(md)
+        if status != UCXM_OK:
+            raise failure(status, "reset", md, &error, {})
+        if self.error_callback is not None:
+            self.md.endpoints[id(self)] = self
+
+    def close(self):
+        """Revoke the handles bound to it, flush what is under way, close.  Again: nothing."""
+        cdef ep_t *ep = <ep_t *>self.ep
+        cdef ucxm_memh_t *memh
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        memset(&error, 0, sizeof(error))
+        while ep_check(ep) == UCXM_OK:
+            memh = ep_bound_leaf(ep)
+            if memh == NULL:
+                break
+            try:
+                revoke_and_wait(memh, False, NULL, "close")
+            except _errors.RevokedError:
+                pass  # another thread was faster
+            finally:
+                memh_put(memh)
+        with nogil:
+            status = ep_shut(ep, &error)
+        if status != UCXM_OK:
+            raise failure(status, "close", ep.md, &error, {})
+        self.md.endpoints.pop(id(self), None)
+
+    def get(self, Rkey rkey, remote_address, into):
+        """Read remote memory at `remote_address` into a writable buffer or a Memh.
+
+        Returns when the bytes are there.  Raises RangeError, AccessError, RevokedError before any
+        device is asked; RemoteAccessError (the device refused), FlushedError, UnreachableError,
+        PeerGoneError, DeviceError, whose context says how many bytes were done.  Releases the
+        GIL; a signal's exception leaves the operation under way, with its buffer held.
+        """
+        transfer_start(self, UCXM_OP_GET, rkey, remote_address, into, 0, 0, "get")._finish(None)
+
+    def put(self, Rkey rkey, remote_address, data):
+        """Write a buffer or a Memh to remote memory; returns when it has been placed.
+
+        Errors as for get.  A refused or interrupted put may have written a prefix.
+        """
+        transfer_start(self, UCXM_OP_PUT, rkey, remote_address, data, 0, 0, "put")._finish(None)
+
+    def fetch_add(self, Rkey rkey, remote_address, value):
+        """Add to a 64-bit word, aligned to 8 bytes; returns the word as it was."""
+        return self.fetch_add_nb(rkey, remote_address, value)._finish(None)
+
+    def compare_swap(self, Rkey rkey, remote_address, expect, value):
+        """Store `value` in a 64-bit word if it holds `expect`; returns the word as it was."""
+        return self.compare_swap_nb(rkey, remote_address, expect, value)._finish(None)
+
+    def get_nb(self, Rkey rkey, remote_address, into):
+        """Like get, but returns an Operation."""
+        return transfer_start(self, UCXM_OP_GET, rkey, remote_address, into, 0, 0, "get")
+
+    def put_nb(self, Rkey rkey, remote_address, data):
+        """Like put, but returns an Operation; `data` must not change until it is done."""
+        return transfer_start(self, UCXM_OP_PUT, rkey, remote_address, data, 0, 0, "put")
+
+    def fetch_add_nb(self, Rkey rkey, remote_address, value):
+        """Like fetch_add, but returns an Operation."""
+        return transfer_start(self, UCXM_OP_FETCH_ADD, rkey, remote_address, None,
+                              as_u64(value, "value", "fetch_add"), 0, "fetch_add")
+
+    def compare_swap_nb(self, Rkey rkey, remote_address, expect, value):
+        """Like compare_swap, but returns an Operation."""
+        return transfer_start(self, UCXM_OP_COMPARE_SWAP, rkey, remote_address, None,
+                              as_u64(value, "value", "compare_swap"),
+                              as_u64(expect, "expect", "compare_swap"), "compare_swap")

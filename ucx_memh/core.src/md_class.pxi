@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Md, and how a backend makes one.
+
+cdef md_t *md_use(Md self, str op) except NULL:
+    """The C object, if it can be used here and now."""
+    cdef md_t *md = <md_t *>self.md
+    if md == NULL or load32(&md.state) == MD_CLOSED:
+        raise _errors.ClosedError("the Md is closed", op=op)
+    if md.epoch != fork_epoch:
+        raise failure(UCXM_ERR_FORKED, op, md, NULL, {})
+    return md
+
+
+cdef int reg_check(md_t *md, reg_t *reg, bint writable) except -1:
+    """What can be told without the device, for a Registration about to be made."""
+    cdef uint64_t grant = reg.pub.grant
+    cdef uint64_t writes = (UCXM_MEM_ACCESS_LOCAL_WRITE | UCXM_MEM_ACCESS_REMOTE_PUT |
+                            UCXM_MEM_ACCESS_REMOTE_ATOMIC)
+    cdef ucxm_status_t status = UCXM_OK
+    detail = ""
+    if grant & writes and not writable:
+        status, detail = UCXM_ERR_ACCESS, "the buffer is read-only"
+    elif reg.pub.length > UINT64_MAX - reg.pub.address:
+        status, detail = UCXM_ERR_INVALID_PARAM, "the range wraps around"
+    elif not md.attr.flags & UCXM_MD_FLAG_REG:
+        status, detail = UCXM_ERR_UNSUPPORTED, "this domain does not register memory"
+    elif reg.pub.mem_type >= 64 or not md.attr.mem_types >> reg.pub.mem_type & 1:
+        status, detail = UCXM_ERR_UNSUPPORTED, "not a memory type of this domain"
+    elif reg.pub.dmabuf_fd >= 0 and not md.attr.flags & UCXM_MD_FLAG_REG_DMABUF:
+        status, detail = UCXM_ERR_UNSUPPORTED, "this domain takes no dmabuf"
+    elif reg.pub.flags & UCXM_MEM_DERIVED_ONLY and not md.attr.flags & UCXM_MD_FLAG_REG_DERIVED:
+        status, detail = UCXM_ERR_UNSUPPORTED, "DERIVED_ONLY, but this domain does not derive"
+    elif grant & UCXM_MEM_ACCESS_REMOTE_ATOMIC and not md.attr.flags & UCXM_MD_FLAG_ATOMIC:
+        status, detail = UCXM_ERR_UNSUPPORTED, "this domain has no atomics"
+    elif md.attr.max_reg and reg.pub.length > md.attr.max_reg:
+        status = UCXM_ERR_EXCEEDS_LIMIT
+        detail = f"this domain registers at most {md.attr.max_reg} bytes at once"
+    elif reg.pub.address % md.attr.reg_alignment and reg.pub.length:
+        status = UCXM_ERR_INVALID_PARAM
+        detail = f"the address must be aligned to {md.attr.reg_alignment} bytes"
+    if status != UCXM_OK:
+        raise _errors.error_from_status(
+            status, "mem_reg", md_component(md), detail,
+            address=reg.pub.address, length=reg.pub.length)
+    reg.pub.direct_rights = grant
+    if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
+        reg.pub.direct_rights = grant & ~UCXM_MEM_ACCESS_REMOTE
+        # Peers will write through derived keys, and the device must be able to.
+        if grant & (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_ATOMIC):
+            reg.pub.direct_rights |= UCXM_MEM_ACCESS_LOCAL_WRITE
+    return 0
+
+
+cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
+                const ucxm_md_attr_t *attr, void *priv, object keep):
+    cdef md_t *md
+    cdef Md self
+    cdef str component = (<char *>attr.component).decode("utf-8", "replace")
+    if ops.abi != UCXM_BACKEND_ABI:
+        raise _errors.InvalidParamError(
+            f"backend was built for ABI {ops.abi}, this library has {UCXM_BACKEND_ABI}",
+            op="bind", component=component)
+    if ops.struct_size < sizeof(size_t) + 2 * sizeof(uint32_t) or (
+            attr.struct_size < sizeof(ucxm_md_attr_t)) or (
+            ep_ops != NULL and ep_ops.struct_size < sizeof(ucxm_ep_ops_t)):
+        raise _errors.InvalidParamError("backend's tables are too short", op="bind",
+                                        component=component)
+    identity_refresh()
+    md = <md_t *>alloc_zeroed(sizeof(md_t))
+    if md == NULL:
+        raise _errors.NoMemoryError(op="bind", component=component)
+    memcpy(&md.ops, ops, min(ops.struct_size, sizeof(md.ops)))
+    md.ops.struct_size = sizeof(md.ops)
+    if ep_ops != NULL:
+        memcpy(&md.ep_ops, ep_ops, sizeof(md.ep_ops))
+    memcpy(&md.attr, attr, sizeof(md.attr))
+    md.attr.component[sizeof(md.attr.component) - 1] = 0
+    md.attr.md_name[sizeof(md.attr.md_name) - 1] = 0
+    if md.attr.reg_alignment == 0:
+        md.attr.reg_alignment = 1
+    ops_fill(&md.ops)
+    try:
+        bind_check(component, &md.ops, &md.ep_ops if ep_ops != NULL else NULL, &md.attr)
+    except BaseException:
+        mem_free(md)
+        raise
+    md.epoch = fork_epoch
+    md.refs = 1
+    md.component_id = fnv1a(md.attr.component)
+    md.quarantine.size = md.attr.quarantine
+    md.next_key_id = int.from_bytes(_urandom(7), "little") + 1
+    pthread_mutex_init(&md.key_lock, NULL)
+    md.priv = priv
+    self = Md.__new__(Md)
+    self.md = <ucxm_md_t *>md
+    self.keep = keep
+    self.endpoints = {}
+    return self
+
+
+@cython.final
+cdef class Md:
+    """An opened memory domain: one device of one component.
+
+    Made by `open_md`; a context manager that closes it.  Any thread may call any method; what
+    takes longer than half a microsecond runs without the GIL.  In a forked child every method
+    raises ForkedError.
+    """
+
+    def __init__(self):
+        raise TypeError("Md objects are made by ucx_memh.open_md()")
+
+    def __dealloc__(self):
+        cdef md_t *md = <md_t *>self.md
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        if md == NULL or md.epoch != fork_epoch:
+            return
+        memset(&error, 0, sizeof(error))
+        with nogil:
+            # What resists now stays, whole, until the process ends.
+            status = md_close(md, True, &error)
+            if status == UCXM_OK:
+                md_put(md)
+
+    def __repr__(self):
+        cdef md_t *md = <md_t *>self.md
+        if md == NULL:
+            return "<Md>"
+        state = "closed" if md.state == MD_CLOSED else "open"
+        return f"<Md {md_component(md)}/{md.attr.md_name.decode('utf-8', 'replace')} {state}>"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.close()
+
+    @property
+    def attr(self):
+        """What it is and can do (MdAttr); uct_md_query_v2's record."""
+        cdef md_t *md = <md_t *>self.md
+        cdef ucxm_md_attr_t *attr = &md.attr
+        return _resources.MdAttr(
+            component=md_component(md),
+            md_name=attr.md_name.decode("utf-8", "replace"),
+            software=bool(attr.software),
+            flags=_flags.MdFlag(attr.flags),
+            rkey_packed_size=attr.rkey_packed_size,
+            key_size_max=UCXM_KEY_HEADER_SIZE + attr.rkey_packed_size,
+            max_reg=attr.max_reg if attr.max_reg else UINT64_MAX,
+            reg_alignment=attr.reg_alignment,
+            mem_types=frozenset(t for t in _flags.MemType if attr.mem_types >> t & 1),
+            enforcement=enforcement_table(&attr.enforcement),
+        )
+
+    @property
+    def closed(self):
+        """Whether close() has been done."""
+        return self.md == NULL or load32(&(<md_t *>self.md).state) == MD_CLOSED
+
+    def mem_reg(self, buffer=None, flags=None, *, address=None, length=None, owner=None,
+                mem_type=0, dmabuf_fd=None, dmabuf_offset=0):
+        """Register memory and return its base handle (uct_md_mem_reg_v2).
+
+        `buffer` is any C-contiguous buffer; it stays exported until dereg, so a bytearray cannot
+        be resized under the registration.  Instead of it, `address` and `length` in bytes name
+        memory, which `owner` (any object, held) keeps alive.  `flags` are the rights: None means
+        ACCESS_ALL if the memory is writable, else LOCAL_READ | REMOTE_GET; no access bit at all
+        means local rights only.  With DERIVED_ONLY the region's own key gets no remote right and
+        `flags` is what derive may give.  Length 0 is legal.
+
+        Raises AccessError (more than the buffer allows), InvalidParamError, UnsupportedError,
+        NoMemoryError (also RLIMIT_MEMLOCK), DeviceError.  Releases the GIL where the domain pins
+        memory.
+        """
+        cdef md_t *md = md_use(self, "mem_reg")
+        cdef reg_t *reg
+        cdef ucxm_memh_t *memh = NULL
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        cdef uint64_t access = 0
+        cdef uint64_t asked = 0
+        cdef bint writable = True
+        cdef Memh self_memh
+
+        if flags is not None:
+            asked = as_access(flags, "mem_reg")
+        if (buffer is None) == (address is None):
+            raise _errors.InvalidParamError("give a buffer, or address and length", op="mem_reg",
+                                            component=md_component(md))
+        reg = reg_alloc(md)
+        if reg == NULL:
+            raise _errors.NoMemoryError(op="mem_reg", component=md_component(md))
+        try:
+            if buffer is not None:
+                if length is not None:
+                    raise _errors.InvalidParamError("length goes with address", op="mem_reg",
+                                                    component=md_component(md))
+                get_buffer(buffer, &reg.buffer, False, "mem_reg")
+                reg.has_buffer = True
+                reg.pub.address = <uint64_t>reg.buffer.buf
+                reg.pub.length = <uint64_t>reg.buffer.len
+                writable = not reg.buffer.readonly
+            else:
+                reg.pub.address = as_u64(address, "address", "mem_reg")
+                reg.pub.length = as_u64(length, "length", "mem_reg")
+            if owner is not None:
+                Py_INCREF(owner)
+                reg.owner = <PyObject *>owner
+            access = asked & UCXM_MEM_ACCESS_ALL
+            if flags is None or (access == 0 and asked & UCXM_MEM_DERIVED_ONLY):
+                access = (UCXM_MEM_ACCESS_ALL if writable else
+                          UCXM_MEM_ACCESS_LOCAL_READ | UCXM_MEM_ACCESS_REMOTE_GET)
+                if not md.attr.flags & UCXM_MD_FLAG_ATOMIC:
+                    access &= ~UCXM_MEM_ACCESS_REMOTE_ATOMIC
+            elif access == 0:
+                access = UCXM_MEM_ACCESS_LOCAL_READ
+                if writable:
+                    access |= UCXM_MEM_ACCESS_LOCAL_WRITE
+            reg.pub.flags = access | (asked & UCXM_MEM_DERIVED_ONLY)
+            reg.pub.grant = access
+            if mem_type != 0:
+                reg.pub.mem_type = <uint32_t>as_u64(mem_type, "mem_type", "mem_reg")
+            if dmabuf_fd is not None:
+                reg.pub.dmabuf_fd = <int32_t>as_u64(dmabuf_fd, "dmabuf_fd", "mem_reg")
+                reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
+            reg_check(md, reg, writable)
+        except BaseException:
+            reg_put(reg)
+            raise
+        memset(&error, 0, sizeof(error))
+        context = {"address": reg.pub.address, "length": reg.pub.length}
+        if md.attr.fast_reg:
+            status = mem_reg(md, reg, &memh, &error)
+        else:
+            with nogil:
+                status = mem_reg(md, reg, &memh, &error)
+        if status != UCXM_OK:
+            raise failure(status, "mem_reg", md, &error, context)
+        self_memh = Memh.__new__(Memh)
+        self_memh.memh = memh
+        self_memh.md = self
+        return self_memh
+
+    def rkey_unpack(self, key):
+        """Make a packed key usable and return its Rkey (uct_rkey_unpack).
+
+        Equal keys give the same native object; a key that is known already costs a look-up and no
+        system call.  `key` may be longer than the packed key in it; not a byte beyond `len(key)`
+        is read.  Raises MalformedKeyError, KeyVersionError, InvalidParamError (another
+        component's), UnreachableError, PeerGoneError, StaleKeyError, RevokedError (a revoke
+        notice).  Nothing is remembered of a failure.
+        """
+        cdef md_t *md = md_use(self, "rkey_unpack")
+        cdef Py_buffer view
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        cdef rkey_t *rkey = NULL
+        cdef size_t size = 0
+        memset(&error, 0, sizeof(error))
+        get_buffer(key, &view, False, "rkey_unpack")
+        status = rkey_unpack_hit(md, <const uint8_t *>view.buf, view.len, &size, &rkey, &error)
+        if status == UCXM_OK and rkey == NULL:
+            with nogil:
+                status = rkey_unpack_miss(md, <const uint8_t *>view.buf, size, &rkey, &error)
+        if status != UCXM_OK:
+            context = {}
+            if status != UCXM_ERR_MALFORMED_KEY and view.len >= UCXM_KEY_HEADER_SIZE:
+                context["pid"] = get_le(<const uint8_t *>view.buf, UCXM_KEY_OFF_OWNER + 16, 4)
+                context["address"] = get_le(<const uint8_t *>view.buf, UCXM_KEY_OFF_ADDRESS, 8)
+                context["length"] = get_le(<const uint8_t *>view.buf, UCXM_KEY_OFF_LENGTH, 8)
+            PyBuffer_Release(&view)
+            raise failure(status, "rkey_unpack", md, &error, context)
+        PyBuffer_Release(&view)
+        return rkey_wrap(self, rkey)
+
+    def rkey_from_raw(self, raw, address, length):
+        """An Rkey from a native payload (PackFlag.RAW), unchecked.
+
+        Nothing says whether the payload belongs to this device, this range or these rights: the
+        device refuses what is wrong, at the cost of the connection.
+        """
+        cdef md_t *md = md_use(self, "rkey_from_raw")
+        cdef uint64_t start = as_u64(address, "address", "rkey_from_raw")
+        cdef uint64_t size = as_u64(length, "length", "rkey_from_raw")
+        cdef Py_buffer view
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        cdef rkey_t *rkey = NULL
+        memset(&error, 0, sizeof(error))
+        get_buffer(raw, &view, False, "rkey_from_raw")
+        with nogil:
+            status = rkey_from_raw(md, <const uint8_t *>view.buf, view.len, start, size, &rkey,
+                                   &error)
+        PyBuffer_Release(&view)
+        if status != UCXM_OK:
+            raise failure(status, "rkey_from_raw", md, &error,
+                          {"address": start, "length": size})
+        return rkey_wrap(self, rkey)
+
+    def rkey_revoke(self, notice):
+        """Take note of a `Memh.revoke_notice()`; return how many unpacked keys it names.
+
+        Their use raises RevokedError from now on, before any device is asked, so that no
+        connection is lost over them.
+        """
+        cdef md_t *md = md_use(self, "rkey_revoke")
+        cdef Py_buffer view
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        cdef uint32_t count = 0
+        memset(&error, 0, sizeof(error))
+        get_buffer(notice, &view, False, "rkey_revoke")
+        status = rkey_revoke(md, <const uint8_t *>view.buf, view.len, &count, &error)
+        PyBuffer_Release(&view)
+        if status != UCXM_OK:
+            raise failure(status, "rkey_revoke", md, &error, {})
+        return count
+
+    def endpoint(self):
+        """A new Endpoint, not connected yet.  UnsupportedError: there is no data path."""
+        cdef md_t *md = md_use(self, "endpoint")
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        cdef ep_t *ep = NULL
+        cdef Endpoint endpoint
+        memset(&error, 0, sizeof(error))
+        with nogil:
+            status = ep_open(md, &ep, &error)
+        if status != UCXM_OK:
+            raise failure(status, "endpoint", md, &error, {})
+        endpoint = Endpoint.__new__(Endpoint)
+        endpoint.ep = &ep.pub
+        endpoint.md = self
+        return endpoint
+
+    def progress(self):
+        """Poll once; run the callbacks of what has completed.  Returns how much that was."""
+        cdef md_t *md = md_use(self, "progress")
+        cdef unsigned count
+        with nogil:
+            count = md_progress(md)
+        if self.endpoints:
+            for endpoint in list(self.endpoints.values()):
+                ep_notice_error(<Endpoint>endpoint)
+        return count
+
+    @property
+    def event_fd(self):
+        """A descriptor that becomes readable after arm() when there is something to progress."""
+        cdef md_t *md = md_use(self, "event_fd")
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        cdef int fd = -1
+        memset(&error, 0, sizeof(error))
+        status = md_enter(md)
+        if status == UCXM_OK:
+            status = md.ops.event_fd(md.priv, &fd, &error)
+            md_leave(md)
+        if status != UCXM_OK:
+            raise failure(status, "event_fd", md, &error, {})
+        return fd
+
+    def arm(self):
+        """Ask for event_fd to become readable at the next completion.
+
+        Returns False if there is something to progress already: progress first, then arm again.
+        """
+        cdef md_t *md = md_use(self, "arm")
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        memset(&error, 0, sizeof(error))
+        status = md_enter(md)
+        if status == UCXM_OK:
+            status = md.ops.event_arm(md.priv, &error)
+            md_leave(md)
+        if status == UCXM_ERR_BUSY:
+            return False
+        if status != UCXM_OK:
+            raise failure(status, "arm", md, &error, {})
+        return True
+
+    def stats(self):
+        """Counters by name: live objects, calls, the key cache, and the backend's own.
+
+        The backend's counters keep their names behind "device."; they count what was really sent.
+        """
+        cdef md_t *md = md_use(self, "stats")
+        cdef const char *name
+        cdef uint64_t value
+        cdef unsigned index = 0
+        cdef int i
+        cdef uint64_t hits = 0
+        for i in range(STRIPES):
+            hits += md.stripes[i].hits
+        counters = {
+            "live_bases": md.live_bases,
+            "live_derived": md.live_derived,
+            "live_rkeys": md.live_rkeys,
+            "live_endpoints": md.live_endpoints,
+            "mem_reg": md.counters.mem_reg,
+            "mem_dereg": md.counters.mem_dereg,
+            "derive": md.counters.derive,
+            "revoke": md.counters.revoke,
+            "key_create": md.counters.key_create,
+            "key_destroy": md.counters.key_destroy,
+            "keys_parked": md.counters.parked,
+            "keys_parked_now": md.parked_count,
+            "keys_quarantined": md.quarantine.count,
+            "rkey_hits": hits,
+            "rkey_misses": md.counters.rkey_misses,
+            "transfers": md.counters.transfers,
+        }
+        if md_enter(md) == UCXM_OK:
+            while True:
+                name = NULL
+                value = 0
+                md.ops.stat(md.priv, index, &name, &value)
+                if name == NULL:
+                    break
+                counters["device." + name.decode()] = value
+                index += 1
+            md_leave(md)
+        return counters
+
+    def explain(self, memh=None):
+        """A few lines for a person: the domain, or how this handle's keys are made and kept."""
+        cdef md_t *md = md_use(self, "explain")
+        cdef char text[2048]
+        cdef ucxm_memh_t *handle = NULL
+        if memh is not None:
+            if (<Memh?>memh).md is not self:
+                raise _errors.InvalidParamError("a handle of another Md", op="explain",
+                                                component=md_component(md))
+            handle = (<Memh>memh).memh
+        text[0] = 0
+        if md_enter(md) == UCXM_OK:
+            md.ops.explain(md.priv, handle, text, sizeof(text))
+            md_leave(md)
+        return text.decode("utf-8", "replace")
+
+    def peer_evict(self, identity):
+        """Forget what is remembered about a peer (`Rkey.owner`): its keys become stale."""
+        cdef md_t *md = md_use(self, "peer_evict")
+        cdef ucxm_identity_t peer
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        cdef bytes raw = bytes(identity)
+        if len(raw) != sizeof(peer):
+            raise _errors.InvalidParamError(f"an identity has {sizeof(peer)} bytes",
+                                            op="peer_evict", component=md_component(md))
+        memcpy(&peer, PyBytes_AS_STRING(raw), sizeof(peer))
+        memset(&error, 0, sizeof(error))
+        with nogil:
+            status = md_enter(md)
+            if status == UCXM_OK:
+                status = md.ops.peer_evict(md.priv, &peer, &error)
+                md_leave(md)
+        if status != UCXM_OK:
+            raise failure(status, "peer_evict", md, &error, {"pid": peer.pid})
+
+    def close(self, force=False):
+        """Close the domain; closing it again does nothing.
+
+        Raises BusyError, and changes nothing, while handles, unpacked keys or endpoints of it are
+        in use; with `force` these are revoked, deregistered and closed first.
+        """
+        cdef md_t *md = <md_t *>self.md
+        cdef bint forced = bool(force)
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        memset(&error, 0, sizeof(error))
+        with nogil:
+            status = md_close(md, forced, &error)
+        if status != UCXM_OK:
+            raise failure(status, "md_close", md, &error, {
+                "bases": md.live_bases, "derived": md.live_derived, "rkeys": md.live_rkeys,
+                "endpoints": md.live_endpoints,
+            } if status == UCXM_ERR_BUSY else {})

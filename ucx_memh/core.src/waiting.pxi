@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Waiting for the device from Python: in slices without the GIL, with a look at signals between.
+
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+cdef extern from "poll.h" nogil:
+    cdef struct pollfd:
+        int fd
+        short events
+        short revents
+    int poll(pollfd *fds, unsigned long count, int timeout)
+    const short POLLIN
+
+cdef enum:
+    SPIN_NS = 1000000       # busy polling before the thread sleeps
+    SLICE_NS = 20000000     # without the GIL, before signals are looked at
+
+
+cdef inline uint64_t now_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <uint64_t>now.tv_sec * 1000000000 + <uint64_t>now.tv_nsec
+
+
+cdef struct waiter_t:
+    ucxm_completion_t comp
+    PyObject *callback
+
+
+cdef void waiter_run(ucxm_completion_t *self, ucxm_status_t status) noexcept with gil:
+    """Run a Python callback; what it raises goes to sys.unraisablehook."""
+    cdef waiter_t *waiter = <waiter_t *>self
+    callback = <object>waiter.callback
+    Py_DECREF(callback)
+    free(waiter)
+    try:
+        callback(_flags.Status(status))
+    except BaseException:
+        PyErr_WriteUnraisable(callback)
+
+
+cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
+                         str op) except -1:
+    """Revoke; without a completion wait for the device, looking at signals now and then.
+
+    An exception from a signal leaves the revocation under way: the library owns it.
+    """
+    cdef md_t *md = md_of(memh)
+    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    cdef uint64_t deadline
+    memset(&error, 0, sizeof(error))
+    if md.attr.fast_reg:
+        status = revoke(memh, closing, comp, &error)
+    else:
+        with nogil:
+            status = revoke(memh, closing, comp, &error)
+    if status == UCXM_INPROGRESS and comp == NULL:
+        while load32(&own.pending) != 0:
+            with nogil:
+                deadline = now_ns() + SLICE_NS
+                while load32(&own.pending) != 0 and now_ns() < deadline:
+                    if md_progress(md) == 0:
+                        sched_yield()
+            PyErr_CheckSignals()
+        status = own.failed
+    if status < 0:
+        raise memh_failure(status, op, memh, &error)
+    return 0
