@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""`python -m ucx_memh info`, and what the command line does with failures."""
+
+import json
+import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+import ucx_memh as um
+from ucx_memh import cli
+from ucx_memh.cli import info
+
+ATTR = um.MdAttr(
+    component="soft",
+    md_name="soft0",
+    software=True,
+    flags=um.MdFlag.REG | um.MdFlag.REG_DERIVED,
+    rkey_packed_size=24,
+    key_size_max=104,
+    max_reg=0,
+    reg_alignment=1,
+    mem_types=frozenset({um.MemType.HOST}),
+    enforcement=um.EnforcementTable.of([2, 2, 1], [2, 1, 0], [2, 2, 2]),
+)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with one software device, one without a device, one that cannot be opened."""
+    found = [um.MdResource("soft", "soft0", True), um.MdResource("bad", "bad0")]
+    known = [
+        um.ComponentInfo("soft", "available", "", "/soft.py", "1"),
+        um.ComponentInfo("none", "unavailable", "no adapter", "/none.py", ""),
+        um.ComponentInfo("bad", "available", "", "/bad.py", "2"),
+    ]
+
+    @contextmanager
+    def open_md(resource):
+        if resource.component == "bad":
+            raise um.DeviceError("out of order", component="bad")
+        yield SimpleNamespace(attr=ATTR)
+
+    monkeypatch.setattr(um, "query_mds", lambda: found)
+    monkeypatch.setattr(um, "components", lambda: known)
+    monkeypatch.setattr(um, "open_md", open_md)
+
+
+def test_json(machine, capsys):
+    assert cli.main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["version"] == um.__version__
+    soft, none, bad = report["components"]
+    assert (soft["name"], soft["state"], soft["reason"], soft["version"]) == (
+        "soft",
+        "available",
+        "",
+        "1",
+    )
+    (device,) = soft["devices"]
+    assert (device["name"], device["software"]) == ("soft0", True)
+    assert device["flags"] == ["REG", "REG_DERIVED"]
+    assert device["mem_types"] == ["HOST"]
+    assert device["enforcement"] == {
+        "rights": {"get": "ENFORCED", "put": "ENFORCED", "atomic": "COOPERATIVE"},
+        "range": {"get": "ENFORCED", "put": "COOPERATIVE", "atomic": "NONE"},
+        "revoke": {"get": "ENFORCED", "put": "ENFORCED", "atomic": "ENFORCED"},
+    }
+    assert (none["reason"], none["devices"]) == ("no adapter", [])
+    assert "out of order" in bad["devices"][0]["error"]
+
+
+def test_text(machine, capsys):
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "soft 1: available",
+        "  device soft0: made of software",
+        "    can           reg reg_derived",
+        "      range       enforced     cooperative  none",
+        "none: unavailable (no adapter)",
+        "    cannot be opened: bad: IO_ERROR: out of order",
+    ):
+        assert line in text.splitlines()
+
+
+def test_this_machine(python):
+    report = json.loads(python("-m", "ucx_memh", "info", "--json").stdout)
+    names = [component["name"] for component in report["components"]]
+    assert "cma" in names
+    text = python("-m", "ucx_memh", "info").stdout
+    assert all(f"\n{name}" in text for name in names)
+    broken = [c["reason"] for c in report["components"] if c["state"] == "broken"]
+    assert not broken
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (um.NoDeviceError("none"), 1),
+        (FileNotFoundError(2, "No such file", "x"), 1),
+        (um.InvalidParamError("wrong\nword"), 2),
+    ],
+)
+def test_failures_are_one_line(monkeypatch, capsys, error, status):
+    def run(args):
+        raise error
+
+    monkeypatch.setattr(info, "run", run)
+    assert cli.main(["info"]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("ucx_memh: ")
+    assert err.count("\n") == 1
+
+
+def test_wrong_command_line(python):
+    done = python("-m", "ucx_memh", "no-such-command", check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_reader_has_gone(python):
+    script = f"{sys.executable} -m ucx_memh info | true; exit ${{PIPESTATUS[0]}}"
+    done = python("-c", f"import subprocess; subprocess.run(['bash', '-c', {script!r}])")
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_version(python):
+    assert python("-m", "ucx_memh", "--version").stdout == f"ucx_memh {um.__version__}\n"

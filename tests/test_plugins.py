@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Loading plugins: each fails alone, is tried once, and its reason is kept."""
+
+import os
+import sys
+import threading
+from importlib.metadata import distributions
+from types import ModuleType
+
+import pytest
+
+import ucx_memh as um
+from ucx_memh.plugins import Plugins
+
+GOOD = """
+from ucx_memh.hookspecs import hookimpl
+from ucx_memh import Component, MdResource, NoDeviceError
+
+@hookimpl
+def ucx_memh_components():
+    return [Component("{name}", "3.2")]
+
+@hookimpl
+def ucx_memh_query_mds(component, config):
+    return [MdResource("{name}", md) for md in ("one", "two")] if component == "{name}" else None
+
+@hookimpl
+def ucx_memh_open_md(resource, config):
+    from ucx_memh.core import Md
+    if resource.component == "{name}":
+        return Md("{name}", resource, config)
+"""
+COUNT = "with open('{}', 'a') as tries: tries.write('x')\n"
+QUERY = "\n@hookimpl\ndef ucx_memh_query_mds(component, config):\n    "
+
+
+class FakeMd:
+    """In the place of core.Md: discovery does not look inside."""
+
+    def __init__(self, by, resource, config):
+        self.by, self.resource, self.config = by, resource, config
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """`install({"name": source})` makes a distribution for real; gives the Plugins that see it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    core = ModuleType("ucx_memh.core")
+    core.Md = FakeMd
+    monkeypatch.setitem(sys.modules, "ucx_memh.core", core)
+    before = set(sys.modules)
+
+    def entry_points():
+        return [
+            point
+            for dist in distributions(path=[str(tmp_path)])
+            for point in dist.entry_points
+            if point.group == "ucx_memh"
+        ]
+
+    def install(sources, dist="other_dist"):
+        info = tmp_path / f"{dist}-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.5\n")
+        stem = dist.replace("-", "_")
+        lines = "".join(f"{name} = {stem}_{name}\n" for name in sources)
+        (info / "entry_points.txt").write_text(f"[ucx_memh]\n{lines}")
+        for name, source in sources.items():
+            if source is not None:
+                (tmp_path / f"{stem}_{name}.py").write_text(source.format(name=name))
+        return Plugins(entry_points)
+
+    yield install
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def states(plugins):
+    return {info.name: info.state for info in plugins.components()}
+
+
+def reason(plugins, name):
+    return next(info.reason for info in plugins.components() if info.name == name)
+
+
+# ---- the good case ----
+
+
+def test_discovery_asks_no_device(install):
+    plugins = install({"a": GOOD})
+    (info,) = plugins.components()
+    assert (info.name, info.state, info.reason, info.version) == ("a", "unprobed", "", "3.2")
+    assert info.path.endswith("other_dist_a.py")
+    assert plugins.query_mds("a", {}) == [um.MdResource("a", "one"), um.MdResource("a", "two")]
+    assert states(plugins) == {"a": "available"}
+
+
+def test_no_plugins(install):
+    plugins = install({})
+    assert plugins.components() == []
+    assert plugins.query_mds(None, {}) == []
+
+
+def test_all_devices(install):
+    plugins = install({"a": GOOD, "b": GOOD})
+    assert [str(md) for md in plugins.query_mds(None, {})] == ["a/one", "a/two", "b/one", "b/two"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "md_name"), [("a", "one"), ("a/two", "two"), (um.MdResource("a", "two"), "two")]
+)
+def test_open(install, spec, md_name):
+    md = install({"a": GOOD, "b": GOOD}).open_md(spec, {"speed": 9})
+    assert (md.by, md.resource.md_name, md.config) == ("a", md_name, {"speed": 9})
+
+
+def test_a_plugin_cannot_change_the_callers_config(install):
+    config = {"speed": 9}
+    install({"a": GOOD + QUERY + "config.clear(); return [MdResource('a', 'one')]"}).open_md(
+        "a", config
+    )
+    assert config == {"speed": 9}
+
+
+# ---- plugins that fail while they are loaded ----
+
+BROKEN = {
+    "ImportError": ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_"),
+    "SystemExit": ("raise SystemExit('bye')", "SystemExit: bye"),
+    "Exception": ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+    "BaseException": ("class Odd(BaseException): pass\nraise Odd", "Odd"),
+    "SyntaxError": ("def (", "SyntaxError"),
+    "no hooks": ("x = 1", "it has no hooks"),
+    "misspelt hook": (
+        GOOD + "\n@hookimpl\ndef ucx_memh_open(resource): pass",
+        "unknown hook 'ucx_memh_open'",
+    ),
+    "misspelt argument": (
+        GOOD.replace("(component, config)", "(name, config)"),
+        "PluginValidationError",
+    ),
+    "wrong descriptor": (
+        GOOD.replace('[Component("{name}", "3.2")]', '["a"]'),
+        "gave 'a', which is no Component",
+    ),
+    "no list": (GOOD.replace('[Component("{name}", "3.2")]', "7"), "TypeError"),
+    # What a function compiled by Cython is to pluggy: callable, and no Python function.
+    "compiled hookimpl": (
+        GOOD + "\nclass Compiled:\n    def __init__(self, f): self.f = f\n"
+        "    def __getattr__(self, name): return getattr(self.f, name)\n"
+        "    def __call__(self, *args): return self.f(*args)\n"
+        "ucx_memh_query_mds = Compiled(ucx_memh_query_mds)",
+        "ucx_memh_query_mds is not seen as a hook: it must be a plain Python function",
+    ),
+    "hookimpl forgotten": (GOOD + "\ndef ucx_memh_query_mds(): pass", "is not seen as a hook"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_alone(install, case):
+    source, why = BROKEN[case]
+    plugins = install({"a": source, "z": GOOD})
+    assert states(plugins) == {"a": "broken", "z": "unprobed"}
+    assert why in reason(plugins, "a")
+    assert "\n" not in reason(plugins, "a")
+    assert [md.component for md in plugins.query_mds(None, {})] == ["z", "z"]
+    assert plugins.open_md("z", {}).by == "z"
+    with pytest.raises(um.NoDeviceError, match="broken") as caught:
+        plugins.open_md("a", {})
+    assert why in caught.value.detail
+
+
+def test_the_cause_is_kept(install):
+    plugins = install({"a": "1 / 0"})
+    with pytest.raises(um.NoDeviceError) as caught:
+        plugins.open_md("a", {})
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_left_out_of_the_installation(install):
+    plugins = install({"a": None, "z": GOOD})
+    assert states(plugins) == {"a": "unavailable", "z": "unprobed"}
+    assert "not part of this installation" in reason(plugins, "a")
+
+
+def test_interrupted_discovery_starts_again(install, monkeypatch):
+    source = "import sys\nif hasattr(sys, 'stop'): raise KeyboardInterrupt\n" + GOOD
+    plugins = install({"a": GOOD, "b": source})
+    monkeypatch.setattr(sys, "stop", True, raising=False)
+    with pytest.raises(KeyboardInterrupt):
+        plugins.components()
+    monkeypatch.delattr(sys, "stop")
+    assert states(plugins) == {"a": "unprobed", "b": "unprobed"}
+
+
+def test_one_try(install, tmp_path):
+    count = COUNT.format(tmp_path / "tries")
+    plugins = install({"a": count + "1 / 0", "b": count + GOOD})
+    for _ in range(3):
+        plugins.components()
+        plugins.query_mds(None, {})
+    assert (tmp_path / "tries").read_text() == "xx"
+
+
+def test_many_threads_one_discovery(install, tmp_path):
+    slow = "import time; time.sleep(0.2)\n" + COUNT.format(tmp_path / "tries")
+    plugins = install({"a": slow + GOOD, "b": GOOD})
+    barrier, answers = threading.Barrier(8), []
+
+    def ask():
+        barrier.wait()
+        answers.append(states(plugins))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [{"a": "unprobed", "b": "unprobed"}] * 8
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+def test_a_plugin_that_asks_back(install, monkeypatch):
+    plugins = install({"a": "import sys\nsys.plugins.components()", "z": GOOD})
+    monkeypatch.setattr(sys, "plugins", plugins, raising=False)
+    assert states(plugins) == {"a": "broken", "z": "unprobed"}
+    assert "BusyError" in reason(plugins, "a")
+
+
+def test_a_child_forked_during_discovery(peer):
+    assert peer(fork_while_locked).result() == 0
+
+
+def fork_while_locked(conn):
+    from ucx_memh import plugins
+
+    held = threading.Event()
+    release = threading.Event()
+
+    def hold():
+        with plugins._plugins._lock:
+            held.set()
+            release.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        threading.Timer(10, os._exit, (1,)).start()
+        um.components()
+        os._exit(0)
+    release.set()
+    thread.join()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---- names ----
+
+
+def test_built_in_wins_a_clash(install):
+    install({"cma": GOOD}, dist="ucx-memh")
+    thief = GOOD.replace('Md("{name}"', 'Md("thief"')
+    plugins = install({"cma": thief, "x": GOOD}, dist="aaa")
+    (ours, x, clash) = plugins.components()
+    assert (ours.name, ours.state, x.name) == ("cma", "unprobed", "x")
+    assert (clash.name, clash.state) == ("cma", "broken")
+    assert clash.reason == f"the name is taken by {ours.path}"
+    assert "aaa" in clash.path
+    md = plugins.open_md("cma", {})
+    assert md.by == "cma"
+    assert [str(device) for device in plugins.query_mds("cma", {})] == ["cma/one", "cma/two"]
+
+
+def test_unknown_component(install):
+    plugins = install({"a": GOOD, "b": "1 / 0"})
+    for call in (plugins.query_mds, plugins.open_md):
+        with pytest.raises(um.InvalidParamError, match=r"'c'; known: a \(unprobed\), b \(broken\)"):
+            call("c", {})
+    with pytest.raises(um.InvalidParamError):
+        plugins.open_md(um.MdResource("c", "one"), {})
+
+
+def test_unknown_device(install):
+    with pytest.raises(um.NoDeviceError, match="no device 'three'; it has: one, two"):
+        install({"a": GOOD}).open_md("a/three", {})
+
+
+@pytest.mark.parametrize("spec", [None, 7, b"a"])
+def test_wrong_spec(install, spec):
+    with pytest.raises(um.InvalidParamError, match=type(spec).__name__):
+        install({"a": GOOD}).open_md(spec, {})
+
+
+# ---- plugins that fail when they are asked ----
+
+
+@pytest.mark.parametrize(
+    ("body", "state", "why"),
+    [
+        ("raise NoDeviceError('no adapter')", "unavailable", "no adapter"),
+        ("return []", "unavailable", "it has no device"),
+        ("return None", "unavailable", "it has no device"),
+        ("1 / 0", "broken", "ZeroDivisionError: division by zero"),
+        ("raise SystemExit", "broken", "SystemExit"),
+        ("return ['one']", "broken", "gave 'one', which is no device of its own"),
+        ("return [MdResource('z', 'one')]", "broken", "which is no device of its own"),
+        ("return 7", "broken", "TypeError"),
+    ],
+)
+def test_query_fails_alone(install, body, state, why):
+    plugins = install({"a": GOOD + QUERY + body, "z": GOOD})
+    assert [md.component for md in plugins.query_mds(None, {})] == ["z", "z"]
+    assert states(plugins) == {"a": state, "z": "available"}
+    assert why in reason(plugins, "a")
+    for call in (plugins.query_mds, plugins.open_md):
+        with pytest.raises(um.NoDeviceError) as caught:
+            call("a", {})
+        assert (caught.value.component, why in caught.value.detail) == ("a", True)
+
+
+def test_asked_anew(install, monkeypatch):
+    monkeypatch.setattr(sys, "there", [], raising=False)
+    body = "import sys; return [MdResource('a', name) for name in sys.there]"
+    plugins = install({"a": GOOD + QUERY + body})
+    with pytest.raises(um.NoDeviceError):
+        plugins.query_mds("a", {})
+    sys.there.append("plugged_in")
+    assert [md.md_name for md in plugins.query_mds("a", {})] == ["plugged_in"]
+    assert plugins.components()[0] == um.ComponentInfo(
+        "a", "available", "", plugins.components()[0].path, "3.2"
+    )
+
+
+def test_wrong_config_does_not_break_a_component(install):
+    body = "from ucx_memh import InvalidParamError\n    if config: raise InvalidParamError('speed')"
+    plugins = install({"a": GOOD + QUERY + body + "\n    return [MdResource('a', 'one')]"})
+    with pytest.raises(um.InvalidParamError, match="speed"):
+        plugins.open_md("a", {"speed": 9})
+    assert plugins.open_md("a", {}).by == "a"
+    assert states(plugins) == {"a": "available"}
+
+
+@pytest.mark.parametrize("answer", ["None", "7"])
+def test_open_answers_wrongly(install, answer):
+    source = GOOD + f"\n@hookimpl\ndef ucx_memh_open_md(resource, config): return {answer}"
+    with pytest.raises(um.DeviceError, match=f"its plugin answered {answer}"):
+        install({"a": source}).open_md("a", {})
+
+
+def test_open_errors_come_through(install):
+    source = (
+        GOOD + "\n@hookimpl\ndef ucx_memh_open_md(resource, config): raise NoDeviceError('gone')"
+    )
+    with pytest.raises(um.NoDeviceError, match="gone"):
+        install({"a": source}).open_md("a", {})
+
+
+def test_a_wrapping_plugin_sees_every_call(install):
+    trace = """
+from ucx_memh.hookspecs import hookimpl
+seen = []
+
+@hookimpl(wrapper=True)
+def ucx_memh_query_mds(component, config):
+    seen.append(component)
+    return (yield)
+"""
+    plugins = install({"a": GOOD, "b": GOOD, "trace": trace})
+    assert len(plugins.query_mds(None, {})) == 4
+    assert sys.modules["other_dist_trace"].seen == ["a", "b"]
+
+
+# ---- silence ----
+
+
+def test_reasons_are_logged_and_nothing_is_printed(install, caplog, capfd):
+    with caplog.at_level("INFO", "ucx_memh"):
+        plugins = install({"a": "1 / 0", "b": GOOD + QUERY + "return []"})
+        for _ in range(2):
+            plugins.query_mds(None, {})
+    assert [record.getMessage() for record in caplog.records] == [
+        "component a is broken: ZeroDivisionError: division by zero",
+        "component b is unavailable: it has no device",
+    ]
+    assert capfd.readouterr() == ("", "")
