@@ -13,8 +13,11 @@ DIST   := build/dist
 # What `make test` runs again on an installed sdist; `make test-dist` runs all.
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py
 
+MODULES := ucx_memh $(addprefix ucx_memh.,core errors flags resources hookspecs plugins testing)
+
 .PHONY: setup build demo test suite bench lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
+.NOTPARALLEL:  # tests that count and time want the machine for themselves
 
 setup: $(STAMP)
 
@@ -50,11 +53,13 @@ bench: build
 	$(PY) -m pytest bench --benchmark-only $(ARGS)
 
 lint: $(TOOLS)
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/cython-lint ucx_memh backends $(wildcard bench)
+	$(VENV)/bin/ruff check --quiet --output-format concise .
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint ucx_memh backends $(wildcard bench)
 
+# The API reference, from the docstrings, as HTML in build/docs.
 docs: build
-	$(PY) -m pydoc -w ucx_memh
+	mkdir -p build/docs
+	cd build/docs && $(CURDIR)/$(PY) -m pydoc -w $(MODULES)
 
 # The sdist, built and installed where the source tree cannot be seen.  It finds the files that
 # setuptools leaves out.
@@ -70,7 +75,7 @@ $(DIST)/run: $(TOOLS) FORCE
 FORCE:
 
 test-dist test-dist-smoke: $(DIST)/run
-	cd $< && ../venv/bin/python -m pytest -m 'not source' $(if $(filter %-smoke,$@),-q $(SMOKE))
+	cd $< && ../venv/bin/python -m pytest -m 'not source' $(if $(filter %-smoke,$@),$(SMOKE))
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks

@@ -100,7 +100,7 @@ def cython_extension(path: str, root: str = "") -> Extension:
         include_dirs=[INCLUDE, os.path.dirname(path), *(ROOTS if root else [])],
         # Cython follows its own includes; these rebuild on an edit of a header.
         depends=[*HEADER_FILES, *glob(path.removesuffix(".pyx") + ".src/*.pxi")],
-        extra_compile_args=["-pthread"],
+        extra_compile_args=["-pthread", "-Wno-sign-compare"],  # Cython's loops
         extra_link_args=["-pthread"],
     )
 

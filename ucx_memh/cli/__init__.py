@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     try:
-        return args.run(args)
+        status = args.run(args)
+        sys.stdout.flush()  # here, where a broken pipe is caught
+        return status
     except um.InvalidParamError as error:
         return _fail(error, 2)
     except BrokenPipeError:

@@ -30,7 +30,10 @@ cdef uint64_t as_access(object flags, str op) except? 0xdeadbeefdeadbeef:
 
 
 cdef object enforcement_table(ucxm_enforcement_t *cells):
-    return _resources.EnforcementTable.of(cells.rights, cells.range, cells.revoke)
+    # As numbers one by one: Cython takes an array of uint8_t for a C string and reads on.
+    return _resources.EnforcementTable.of(
+        [cells.rights[i] for i in range(3)], [cells.range[i] for i in range(3)],
+        [cells.revoke[i] for i in range(3)])
 
 
 cdef int get_buffer(object buffer, Py_buffer *view, bint writable, str op) except -1:

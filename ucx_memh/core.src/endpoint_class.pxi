@@ -387,11 +387,12 @@ cdef class Endpoint:
 
     def fetch_add(self, Rkey rkey, remote_address, value):
         """Add to a 64-bit word, aligned to 8 bytes; returns the word as it was."""
-        return self.fetch_add_nb(rkey, remote_address, value)._finish(None)
+        return (<Operation>self.fetch_add_nb(rkey, remote_address, value))._finish(None)
 
     def compare_swap(self, Rkey rkey, remote_address, expect, value):
         """Store `value` in a 64-bit word if it holds `expect`; returns the word as it was."""
-        return self.compare_swap_nb(rkey, remote_address, expect, value)._finish(None)
+        return (<Operation>self.compare_swap_nb(rkey, remote_address, expect,
+                                                value))._finish(None)
 
     def get_nb(self, Rkey rkey, remote_address, into):
         """Like get, but returns an Operation."""

@@ -219,6 +219,9 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
         error_text(error, "the parent is bound to another endpoint")
         return UCXM_ERR_INVALID_PARAM
     if ep != NULL:
+        if (<ep_t *>ep).md != md:
+            error_text(error, "the endpoint belongs to another domain")
+            return UCXM_ERR_INVALID_PARAM
         if not md.attr.flags & UCXM_MD_FLAG_DERIVE_ENDPOINT:
             error_text(error, "this domain does not bind keys to endpoints")
             return UCXM_ERR_UNSUPPORTED

@@ -58,8 +58,6 @@ cdef int revoke_descendants(Memh self, str op) except -1:
 cdef int revoke_object(Memh self, bint closing, object callback, str op) except -1:
     cdef waiter_t *waiter = NULL
     if callback is not None:
-        if not callable(callback):
-            raise _errors.InvalidParamError("callback must be callable", op=op)
         waiter = <waiter_t *>malloc(sizeof(waiter_t))
         if waiter == NULL:
             raise _errors.NoMemoryError(op=op)
@@ -263,7 +261,9 @@ cdef class Memh:
         under way), RevokedError (done already), DeviceError and others (the device did not
         destroy the key: the state is REVOKING and the call may be repeated).
         """
-        if cascade:
+        if callback is not None and not callable(callback):
+            raise _errors.InvalidParamError("callback must be callable", op="invalidate")
+        if cascade and self.memh.id.parent != NULL:  # a base is refused, with nothing changed
             revoke_descendants(self, "invalidate")
         revoke_object(self, False, callback, "invalidate")
 

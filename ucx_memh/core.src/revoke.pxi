@@ -38,15 +38,15 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
     state = memh.id.state
     if state == UCXM_MEMH_CLOSED:
         status = UCXM_ERR_CLOSED
+    elif not closing and memh.id.parent == NULL:
+        error_text(error, "a base's direct key dies only with its registration: use dereg")
+        status = UCXM_ERR_INVALID_PARAM
     elif own.pending != 0:
         error_text(error, "its revocation is under way")
         status = UCXM_ERR_BUSY
     elif memh.id.children != NULL:
         error_text(error, "it has live derived handles")
         status = UCXM_ERR_BUSY
-    elif not closing and memh.id.parent == NULL:
-        error_text(error, "a base's direct key dies only with its registration: use dereg")
-        status = UCXM_ERR_INVALID_PARAM
     elif not closing and state == UCXM_MEMH_REVOKED:
         status = UCXM_ERR_REVOKED
     else:
@@ -81,6 +81,7 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
                 (<ep_t *>own.ep).bound -= 1
         store32(&memh.id.state, UCXM_MEMH_CLOSED if closing else UCXM_MEMH_REVOKED)
     own.closing &= ~<uint32_t>CLOSING
+    own.failed = status  # before `pending`: who waits for that reads it
     store32(&own.pending, 0)
     spin_unlock(&md.tree_lock)
     return status
@@ -106,7 +107,6 @@ cdef void revoke_device_done(ucxm_completion_t *self, ucxm_status_t status) noex
         return
     user_done = own.user_done
     own.user_done = NULL
-    own.failed = status
     status = revoke_finish(md, memh, status, &error)
     if user_done != NULL:
         user_done.func(user_done, status)
