@@ -1,0 +1,335 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * System calls of the cma backend: other processes' memory, and who they are.
+ *
+ * Nothing here allocates, locks, prints or needs Python.  Failures come back
+ * as errno values.
+ */
+#ifndef UCX_MEMH_CMA_H
+#define UCX_MEMH_CMA_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/capability.h>
+#include <poll.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef SYS_pidfd_open
+#define SYS_pidfd_open 434
+#endif
+#ifndef SYS_pidfd_getfd
+#define SYS_pidfd_getfd 438
+#endif
+#ifndef PR_SET_PTRACER
+#define PR_SET_PTRACER 0x59616d61
+#endif
+#ifndef PR_SET_PTRACER_ANY
+#define PR_SET_PTRACER_ANY ((unsigned long)-1)
+#endif
+
+/* The kernel moves no more than this in one call (MAX_RW_COUNT, 4 KiB pages). */
+#define CMA_MAX_BYTES 0x7ffff000ul
+/* Elements per call; below the kernel's IOV_MAX of 1024, and small enough for a stack. */
+#define CMA_WINDOW 128
+
+/* ---- atomics -------------------------------------------------------------- */
+
+static inline void cma_count(uint64_t *counter, uint64_t n)
+{
+    __atomic_fetch_add(counter, n, __ATOMIC_RELAXED);
+}
+
+static inline uint64_t cma_load64(const uint64_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+static inline void cma_store64(uint64_t *p, uint64_t value)
+{
+    __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+
+static inline uint32_t cma_load32(const uint32_t *p)
+{
+    return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+
+static inline void cma_store32(uint32_t *p, uint32_t value)
+{
+    __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
+
+/* Not the coarse clock: its steps (4 ms at 250 Hz) are longer than the check interval. */
+static inline uint64_t cma_now_ns(void)
+{
+    struct timespec ts;
+
+    clock_gettime(CLOCK_MONOTONIC, &ts);
+    return (uint64_t)ts.tv_sec * 1000000000u + (uint64_t)ts.tv_nsec;
+}
+
+/* ---- the mover ------------------------------------------------------------ */
+
+typedef struct cma_vec {
+    uint64_t address;
+    uint64_t length;
+} cma_vec_t;
+
+typedef struct cma_move cma_move_t;
+struct cma_move {
+    pid_t pid;
+    int write; /* 1: local to remote */
+    const cma_vec_t *local, *remote;
+    size_t local_count, remote_count;
+    uint64_t max_bytes; /* per call; 0: the kernel's limit */
+    /* Asked before each call; non-zero ends the move.  May be NULL. */
+    int (*before)(void *arg);
+    void *arg;
+    uint64_t done; /* out: bytes moved, exact        */
+    uint64_t calls; /* out: system calls made        */
+    int stopped;    /* out: what `before` said       */
+};
+
+typedef struct cma_cursor {
+    const cma_vec_t *vec;
+    size_t left;     /* elements, the current one included */
+    uint64_t offset; /* inside the current one             */
+} cma_cursor_t;
+
+static inline void cma_skip(cma_cursor_t *c, uint64_t n)
+{
+    c->offset += n;
+    while (c->left && c->offset >= c->vec->length) {
+        c->offset -= c->vec->length;
+        c->vec++;
+        c->left--;
+    }
+}
+
+/* Fills `iov` with at most `max` bytes from the cursor on; returns how many. */
+static inline uint64_t cma_window(const cma_cursor_t *c, uint64_t max, struct iovec *iov,
+                                  size_t *count)
+{
+    const cma_vec_t *vec = c->vec;
+    uint64_t offset = c->offset, total = 0, n;
+    size_t left = c->left, used = 0;
+
+    for (; left && used < CMA_WINDOW && total < max; left--, vec++, offset = 0) {
+        n = vec->length - offset;
+        if (n == 0)
+            continue;
+        if (n > max - total)
+            n = max - total;
+        iov[used].iov_base = (void *)(uintptr_t)(vec->address + offset);
+        iov[used].iov_len = n;
+        used++;
+        total += n;
+    }
+    *count = used;
+    return total;
+}
+
+/*
+ * Moves min(local total, remote total) bytes and returns 0 or an errno.
+ *
+ * The kernel may stop anywhere at a page, also inside an element, and says so
+ * only by a smaller count; the reason comes with the next call.  So this goes
+ * on from where the kernel stopped until everything is moved or a call moves
+ * nothing.  No bytes: no system call.
+ */
+static inline int cma_move(cma_move_t *m)
+{
+    struct iovec local[CMA_WINDOW], remote[CMA_WINDOW];
+    cma_cursor_t l = {m->local, m->local_count, 0}, r = {m->remote, m->remote_count, 0};
+    uint64_t max = m->max_bytes && m->max_bytes < CMA_MAX_BYTES ? m->max_bytes : CMA_MAX_BYTES;
+    uint64_t lmax, rmax;
+    size_t nl, nr;
+    ssize_t n;
+
+    m->done = 0;
+    m->calls = 0;
+    m->stopped = 0;
+    cma_skip(&l, 0);
+    cma_skip(&r, 0);
+    while (l.left && r.left) {
+        lmax = cma_window(&l, max, local, &nl);
+        rmax = cma_window(&r, max, remote, &nr);
+        if (m->before && (m->stopped = m->before(m->arg)) != 0)
+            return ECANCELED;
+        m->calls++;
+        if (m->write)
+            n = process_vm_writev(m->pid, local, nl, remote, nr, 0);
+        else
+            n = process_vm_readv(m->pid, local, nl, remote, nr, 0);
+        if (n < 0) {
+            if (errno == EINTR)
+                continue;
+            return errno;
+        }
+        if (n == 0 || (uint64_t)n > lmax || (uint64_t)n > rmax)
+            return EIO; /* the kernel never does this; a filter may */
+        m->done += (uint64_t)n;
+        cma_skip(&l, (uint64_t)n);
+        cma_skip(&r, (uint64_t)n);
+    }
+    return 0;
+}
+
+/* Can one byte be read there?  0 or an errno. */
+static inline int cma_peek(pid_t pid, uint64_t address)
+{
+    char byte;
+    struct iovec local = {&byte, 1}, remote = {(void *)(uintptr_t)address, 1};
+    ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+
+    return n == 1 ? 0 : n < 0 ? errno : EFAULT;
+}
+
+/* ---- who a process is ------------------------------------------------------ */
+
+/* A file descriptor (close-on-exec), or -errno. */
+static inline int cma_pidfd_open(pid_t pid)
+{
+    long fd = syscall(SYS_pidfd_open, (long)pid, 0l);
+
+    return fd < 0 ? -errno : (int)fd;
+}
+
+/* Has the process ended (a zombie has)?  1, 0, or -errno. */
+static inline int cma_pidfd_ended(int pidfd)
+{
+    struct pollfd p = {pidfd, POLLIN, 0};
+    int n;
+
+    do {
+        n = poll(&p, 1, 0);
+    } while (n < 0 && errno == EINTR);
+    return n < 0 ? -errno : n != 0;
+}
+
+/*
+ * Would process_vm_readv be allowed?  The kernel asks pidfd_getfd the same
+ * question (PTRACE_MODE_ATTACH_REALCREDS), before it looks at the descriptor
+ * number, and -1 is never one: so nothing of the peer is touched.  0: yes,
+ * else an errno; EPERM can also come from a seccomp filter that knows only
+ * this call.
+ */
+static inline int cma_pidfd_allowed(int pidfd)
+{
+    long fd = syscall(SYS_pidfd_getfd, (long)pidfd, -1l, 0l);
+
+    if (fd >= 0) {
+        close((int)fd);
+        return 0;
+    }
+    return errno == EBADF ? 0 : errno;
+}
+
+typedef struct cma_stat {
+    uint64_t start_time; /* clock ticks after boot                     */
+    uint64_t program;    /* changes with exec; 0: not to be seen by us */
+    char state;
+} cma_stat_t;
+
+static inline int cma_stat_open(pid_t pid)
+{
+    char path[48];
+    int fd;
+
+    snprintf(path, sizeof(path), "/proc/%ld/stat", (long)pid);
+    fd = open(path, O_RDONLY | O_CLOEXEC);
+    return fd < 0 ? -errno : fd;
+}
+
+/* Reads /proc/PID/stat through an open descriptor, which stays bound to the process
+ * (ESRCH after it, whoever has the pid then).  0 or an errno. */
+static inline int cma_stat_read(int fd, cma_stat_t *st)
+{
+    char text[1024], *p, *end;
+    uint64_t value, stack = 0, hash = 0xcbf29ce484222325u;
+    unsigned field;
+    ssize_t n;
+
+    do {
+        n = pread(fd, text, sizeof(text) - 1, 0);
+    } while (n < 0 && errno == EINTR);
+    if (n <= 0)
+        return n < 0 ? errno : ESRCH;
+    text[n] = '\0';
+    p = strrchr(text, ')'); /* the name may hold anything, parentheses too */
+    if (p == NULL || p[1] != ' ' || p[2] == '\0')
+        return EBADMSG;
+    st->state = p[2];
+    st->start_time = 0;
+    st->program = 0;
+    p += 3;
+    for (field = 4; field <= 46; field++) {
+        value = strtoull(p, &end, 10); /* negative ones wrap; they are not used */
+        if (end == p)
+            break;
+        p = end;
+        if (field == 22)
+            st->start_time = value;
+        if (field == 28)
+            stack = value;
+        /* Where code, stack and data of the program begin and end. */
+        if (field == 26 || field == 27 || field == 28 || field == 45 || field == 46)
+            hash = (hash ^ value) * 0x100000001b3u;
+    }
+    if (field <= 22)
+        return EBADMSG;
+    if (field > 46 && stack != 0) /* zeros: no permission to see them */
+        st->program = hash;
+    return 0;
+}
+
+/* ---- what the system allows ------------------------------------------------ */
+
+/* process_vm_readv and process_vm_writev on a small buffer of our own. */
+static inline int cma_self_test(void)
+{
+    char from[16] = "ucx_memh_cma", to[16] = "";
+    struct iovec local = {to, sizeof(to)}, remote = {from, sizeof(from)};
+
+    errno = 0;
+    if (process_vm_readv(getpid(), &local, 1, &remote, 1, 0) != (ssize_t)sizeof(to) ||
+        memcmp(from, to, sizeof(to)) != 0)
+        return errno ? errno : EIO;
+    memset(from, 0, sizeof(from));
+    if (process_vm_writev(getpid(), &local, 1, &remote, 1, 0) != (ssize_t)sizeof(to) ||
+        memcmp(from, to, sizeof(to)) != 0)
+        return errno ? errno : EIO;
+    return 0;
+}
+
+/* Yama, scope 1: lets any process with our credentials reach us.  0 or an errno. */
+static inline int cma_set_ptracer_any(void)
+{
+    return prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0ul, 0ul, 0ul) == 0 ? 0 : errno;
+}
+
+static inline int cma_has_cap_sys_ptrace(void)
+{
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct data[2];
+
+    memset(data, 0, sizeof(data));
+    if (syscall(SYS_capget, &header, data) != 0)
+        return 0;
+    return (int)((data[CAP_SYS_PTRACE / 32].effective >> (CAP_SYS_PTRACE % 32)) & 1u);
+}
+
+#endif
