@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""RDMA verbs without linking: see the module `verbs`."""

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which libraries to open, and which devices they have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from ucx_memh.errors import InvalidParamError, NoDeviceError
+from ucx_memh_ib import verbs
+
+from . import devx
+
+COMPONENT = "ib_mlx5"
+OPTIONS = ("port", "gid_index", "queue_depth", "max_msg", "quarantine", "context", "pd")
+HARDWARE = ("libibverbs.so.1", "libmlx5.so.1")
+KINDS = ("auto", "hardware", "software")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Two libraries that belong together, and the names of their devices."""
+
+    verbs: str
+    mlx5: str
+    names: tuple[str, ...]
+    software: bool
+
+
+def settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The configuration, if it makes sense."""
+    config = dict(config or {})
+    known = ("device", "library", *OPTIONS)
+    if unknown := [name for name in config if name not in known]:
+        raise InvalidParamError(
+            f"unknown configuration key {unknown[0]!r}; known are {', '.join(known)}",
+            component=COMPONENT,
+        )
+    if config.get("device", "auto") not in KINDS:
+        raise InvalidParamError(
+            f"device is {config['device']!r}, not one of {', '.join(KINDS)}", component=COMPONENT
+        )
+    return config
+
+
+def software_library() -> str:
+    """Path of the software device that was built with this package."""
+    return str(files("ucx_memh_ib_mlx5._soft") / "libsoftmlx5.so")
+
+
+def is_software(path: str) -> bool:
+    """A software device has a control surface, whatever name it was found under."""
+    return not verbs.symbol_reason(path, "softmlx5_stat", "SOFTMLX5_1.0")
+
+
+def look(verbs_path: str, mlx5_path: str) -> Device:
+    """What these libraries have; NoDeviceError: the reason why nothing."""
+    names = tuple(devx.devices(verbs_path, mlx5_path))
+    if not names:
+        raise NoDeviceError(f"{verbs_path} lists no mlx5 device", component=COMPONENT)
+    return Device(verbs_path, mlx5_path, names, is_software(verbs_path))
+
+
+def device(config: Mapping[str, Any]) -> Device:
+    """The devices that this configuration asks for."""
+    kind = config.get("device", "auto")
+    if "library" in config:
+        path = str(config["library"])
+        found = look(path, path)
+        if kind != "auto" and found.software != (kind == "software"):
+            raise NoDeviceError(f"{path} is not {kind}", component=COMPONENT)
+        return found
+    if kind == "software":
+        return look(software_library(), software_library())
+    try:
+        found = look(*HARDWARE)
+    except NoDeviceError as hardware:
+        if kind == "hardware":
+            raise
+        try:
+            return look(software_library(), software_library())
+        except NoDeviceError as software:
+            raise NoDeviceError(
+                f"hardware: {hardware.detail}; software: {software.detail}", component=COMPONENT
+            ) from None
+    if kind == "hardware" and found.software:  # it was put in the real libraries' place
+        raise NoDeviceError(
+            "the libibverbs that is found is a software device", component=COMPONENT
+        )
+    return found

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# cython: freethreading_compatible=True
+# distutils: include_dirs = backends/ib backends/ib_mlx5
+"""The component `ib_mlx5`: revocable keys made by firmware commands (DEVX) on mlx5 devices.
+
+A base has the registration's own key (direct) and, packed for invalidation, KSM keys over the
+whole of it.  A derived handle has one KLM key with exactly its range and rights.  Every such key
+is an object of its own in the device: one CREATE_MKEY makes it, one DESTROY_MKEY ends it, and the
+registration under it is not touched.  Data moves over ucx_memh_ib's endpoints.
+"""
+from libc.errno cimport EAGAIN, EBUSY, ENODEV, ENOMEM, ENOSYS, EOPNOTSUPP, errno
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset, strcmp
+
+from ucx_memh.core cimport md_bind
+from ucx_memh.libmemh cimport (
+    UCXM_BACKEND_ABI, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE, UCXM_ERR_BUSY,
+    UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_DEVICE, UCXM_ERR_NO_MEMORY,
+    UCXM_ERR_NO_RESOURCE, UCXM_ERR_UNSUPPORTED, UCXM_KEY_ATOMIC, UCXM_KEY_DERIVED,
+    UCXM_KEY_INDIRECT, UCXM_MD_FLAG_DERIVE_ENDPOINT, UCXM_MD_FLAG_INVALIDATE,
+    UCXM_MD_FLAG_INVALIDATE_AMO, UCXM_MD_FLAG_INVALIDATE_RMA, UCXM_MD_FLAG_REG_DERIVED,
+    UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT,
+    UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t, ucxm_enforcement_t, ucxm_ep_ops_t,
+    ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t,
+    ucxm_memh_t, ucxm_status_t,
+)
+from ucx_memh_ib.verbs cimport (
+    IB_NO_KEY, IBV_ACCESS_REMOTE_ATOMIC, ib_config_t, ib_count, ib_ep_ops, ib_ep_qpn, ib_fail,
+    ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64,
+    ib_reg_t, ib_stat, ibv_context, ibv_device, ibv_pd, ucxm_library_load, ucxm_library_t,
+    ucxm_symbol_t, ucxm_verbs_t, verbs_table,
+)
+
+from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status
+from ucx_memh_ib.verbs import library_status
+
+cdef extern from "ucx_memh_ib_mlx5/mlx5_table.h" nogil:
+    """
+    static pthread_mutex_t mlx5_tables_lock = PTHREAD_MUTEX_INITIALIZER;
+    """
+    ctypedef struct mlx5dv_context_attr "struct mlx5dv_context_attr":
+        uint32_t flags
+
+    ctypedef struct mlx5dv_pd "struct mlx5dv_pd":
+        uint32_t pdn
+
+    ctypedef struct pd_obj_t:
+        ibv_pd *in_ "in"
+        mlx5dv_pd *out
+
+    ctypedef struct mlx5dv_obj "struct mlx5dv_obj":
+        pd_obj_t pd
+
+    ctypedef struct mlx5dv_devx_obj "struct mlx5dv_devx_obj":
+        pass
+
+    ctypedef struct ucxm_mlx5_t:
+        ucxm_library_t library
+        bint (*is_supported)(ibv_device *device) noexcept nogil
+        ibv_context *(*open_device)(ibv_device *device, mlx5dv_context_attr *attr) noexcept nogil
+        int (*init_obj)(mlx5dv_obj *query, uint64_t type) noexcept nogil
+        int (*general_cmd)(ibv_context *context, const void *in_, size_t in_size, void *out,
+                           size_t out_size) noexcept nogil
+        mlx5dv_devx_obj *(*obj_create)(ibv_context *context, const void *in_, size_t in_size,
+                                       void *out, size_t out_size) noexcept nogil
+        int (*obj_destroy)(mlx5dv_devx_obj *obj) noexcept nogil
+
+    enum:
+        MLX5DV_CONTEXT_FLAGS_DEVX
+        MLX5DV_OBJ_PD
+
+    const ucxm_symbol_t *ucxm_mlx5_symbols
+    const size_t UCXM_MLX5_SYMBOL_COUNT
+
+    ctypedef struct pthread_mutex_t:
+        pass
+    pthread_mutex_t mlx5_tables_lock
+    int pthread_mutex_lock(pthread_mutex_t *mutex)
+    int pthread_mutex_unlock(pthread_mutex_t *mutex)
+
+cdef extern from "ucx_memh_ib_mlx5/mailbox.h" nogil:
+    enum:
+        PRM_CREATE_MKEY_OUT_SIZE
+        PRM_QUERY_HCA_CAP_IN_SIZE
+        PRM_QUERY_HCA_CAP_OUT_SIZE
+        PRM_CAP_GENERAL
+        PRM_CAP_ATOMIC
+        PRM_QPN_ANY
+
+    ctypedef struct mlx5_mkey_t:
+        uint64_t entries
+        uint64_t list_size
+        uint32_t lkey
+        uint32_t pdn
+        uint32_t qpn
+        uint8_t tag
+        uint8_t a
+        uint8_t rw
+        uint8_t rr
+        uint8_t lw
+
+    ctypedef struct mlx5_caps_t:
+        uint64_t max_klm_list
+        uint32_t atomic_align
+        uint8_t max_indirection
+        uint8_t fixed_buffer_size
+        uint8_t umr_modify_atomic_disabled
+        uint8_t atomic
+
+    void mlx5_mkey_klm(mlx5_mkey_t *mkey, uint64_t address, uint64_t length)
+    void mlx5_mkey_ksm(mlx5_mkey_t *mkey, uint64_t address, uint64_t length, uint64_t page,
+                       uint64_t atomic_align)
+    size_t mlx5_create_mkey_size(const mlx5_mkey_t *mkey)
+    void mlx5_create_mkey_fill(uint8_t *box, const mlx5_mkey_t *mkey)
+    void mlx5_query_cap_fill(uint8_t *box, unsigned type)
+    void mlx5_caps_general(mlx5_caps_t *caps, const uint8_t *out)
+    void mlx5_caps_atomic(mlx5_caps_t *caps, const uint8_t *out)
+    const char *prm_status_name(uint8_t status)
+    uint64_t prm_out_status(const uint8_t *out)
+    uint64_t prm_out_syndrome(const uint8_t *out)
+    uint64_t prm_out_mkey_index(const uint8_t *out)
+
+cdef extern from "<unistd.h>" nogil:
+    long sysconf(int name)
+    enum:
+        _SC_PAGESIZE
+
+cdef extern from "<errno.h>" nogil:
+    enum:
+        EREMOTEIO
+
+cdef extern from "<stdio.h>" nogil:
+    int snprintf(char *text, size_t size, const char *format, ...)
+
+cdef enum:
+    TAGS = 251          # higher ones mark keys made by work requests
+    MAILBOX_SIZE = 400  # on the stack: up to eight translation entries
+    PACKED_SIZE = 16
+    RAW_SIZE = 8
+
+cdef struct md_t:
+    ib_md_t ib              # first: the shared operations take it
+    ucxm_mlx5_t *mlx5
+    mlx5_caps_t caps
+    uint64_t page
+    uint32_t pdn
+    uint8_t tag             # of the next key
+    uint8_t software
+    uint8_t can_derive
+    uint8_t can_atomic      # indirect keys may carry the atomic right
+    uint64_t create_mkey    # commands sent
+    uint64_t destroy_mkey
+    uint64_t query_hca_cap
+    uint64_t init_obj
+
+include "devx.src/library.pxi"
+include "devx.src/command.pxi"
+include "devx.src/keys.pxi"
+include "devx.src/explain.pxi"
+include "devx.src/md.pxi"

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The other side of a connection: a process that uses our library, or raw verbs below it.
+
+    far = Library(peer)              # conftest's fixture `peer` starts the process
+    ep = link(md, far)
+    assert far.get(win.mkey_pack(), 0, 8) == ...
+
+    raw = Attacker(peer)             # posts any key, whoever it was given to
+    ep = link(md, raw)
+    assert raw.read(rkey, win.address, 8)[0] is Wc.REM_ACCESS_ERR
+    relink(ep, raw)                  # a refused access ends the connection
+"""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ucx_memh as um
+
+from ib_mlx5.rawqp import RawPeer, Wc, keys, payload
+
+__all__ = [
+    "CHUNK",
+    "Attacker",
+    "Library",
+    "Remote",
+    "Wc",
+    "descriptors",
+    "join",
+    "keys",
+    "link",
+    "opened",
+    "payload",
+    "relink",
+    "serve",
+    "wait_for",
+]
+
+CHUNK = 256 << 10  # what a responder copies at a time, with ptrace rights over its peer
+BLANK = 0xA5  # what RawPeer.read puts into its buffer first
+
+
+def wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 30) -> Any:
+    """Sleep until it holds; AssertionError after a time that only a hang takes."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, f"{what or condition} does not happen"
+        time.sleep(0.001)
+    return value
+
+
+@contextmanager
+def opened(**config: Any) -> Iterator[um.Md]:
+    """An Md on the software device, closed with all that is left of it."""
+    md = um.open_md("ib_mlx5", device="software", **config)
+    try:
+        yield md
+    finally:
+        md.close(force=True)
+
+
+# ---- here ----
+
+
+class Remote:
+    """An object in another process: its methods, called there."""
+
+    serve: Callable[..., None]
+
+    def __init__(self, peer: Callable[..., Any], *args: Any, **options: Any) -> None:
+        self.peer = peer(type(self).serve, *args, **options)
+        self.ends: list[um.Endpoint] = []  # of ours that are connected to it
+
+    def start(self, name: str, *args: Any) -> None:
+        """Call, and do not wait; `answer` does."""
+        self.peer.send((name, args))
+
+    def answer(self, timeout: float = 60) -> Any:
+        """What the last call returned or raised."""
+        good, value = self.peer.recv(timeout)
+        if not good:
+            raise value
+        return value
+
+    def call(self, name: str, *args: Any) -> Any:
+        self.start(name, *args)
+        return self.answer()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args: self.call(name, *args)
+
+    @property
+    def address(self) -> bytes:
+        return self.call("address")
+
+
+def link(md: um.Md, far: Any) -> um.Endpoint:
+    """A new endpoint, connected to the other side; lives as long as that."""
+    ep = md.endpoint()
+    join(ep, far)
+    far.ends.append(ep)
+    return ep
+
+
+def join(ep: um.Endpoint, far: Any) -> None:
+    ep.connect(far.address)
+    far.connect(ep.address)
+
+
+def relink(ep: um.Endpoint, far: Any) -> None:
+    """Both ends begin anew."""
+    ep.reset()
+    far.reset()
+    join(ep, far)
+
+
+def descriptors() -> int:
+    """How many file descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+# ---- there ----
+
+
+def serve(conn: Any, thing: Any) -> None:
+    """Do what Remote asks, until the pipe closes or it asks for None."""
+    while (request := conn.recv()) is not None:
+        name, args = request
+        try:
+            value = getattr(thing, name)
+            conn.send((True, value(*args) if callable(value) else value))
+        except Exception as error:
+            conn.send((False, error))
+
+
+class LibrarySide:
+    """One endpoint; the keys that it was given."""
+
+    def __init__(self) -> None:
+        self.md = um.open_md("ib_mlx5", device="software")
+        self.ep = self.md.endpoint()
+        self.rkeys: dict[bytes, um.Rkey] = {}
+
+    def rkey(self, key: bytes) -> um.Rkey:
+        if key not in self.rkeys:
+            self.rkeys[key] = self.md.rkey_unpack(key)
+        return self.rkeys[key]
+
+    def at(self, key: bytes, offset: int) -> tuple[um.Rkey, int]:
+        rkey = self.rkey(key)
+        return rkey, rkey.address + offset
+
+    def address(self) -> bytes:
+        return self.ep.address
+
+    def connect(self, address: bytes) -> None:
+        self.ep.connect(address)
+
+    def reset(self) -> None:
+        self.ep.reset()
+
+    def state(self) -> um.EpState:
+        self.md.progress()
+        return self.ep.state
+
+    def unpack(self, key: bytes) -> tuple[int, int, um.MemFlag, int]:
+        rkey = self.rkey(key)
+        return rkey.address, rkey.length, rkey.flags, rkey.key_id
+
+    def get(self, key: bytes, offset: int, length: int) -> bytes:
+        into = bytearray(length)
+        self.ep.get(*self.at(key, offset), into)
+        return bytes(into)
+
+    def put(self, key: bytes, offset: int, data: bytes) -> None:
+        self.ep.put(*self.at(key, offset), data)
+
+    def fetch_add(self, key: bytes, offset: int, value: int) -> int:
+        return self.ep.fetch_add(*self.at(key, offset), value)
+
+    def compare_swap(self, key: bytes, offset: int, expect: int, value: int) -> int:
+        return self.ep.compare_swap(*self.at(key, offset), expect, value)
+
+    def add_many(self, key: bytes, offset: int, times: int) -> int:
+        """Add one, `times` times; returns the last word from before."""
+        return [self.fetch_add(key, offset, 1) for _ in range(times)][-1]
+
+    def stream(self, key: bytes, size: int) -> tuple[int, um.Status]:
+        """Write over and over, each time another byte, until that fails: (writes, why)."""
+        rkey = self.rkey(key)
+        writes = 0
+        while True:
+            data = bytes([writes % 255 + 1]) * size
+            try:
+                self.ep.put(rkey, rkey.address, data)
+            except um.MemhError as error:
+                return writes, error.status
+            writes += 1
+
+    def buffer(self, size: int) -> tuple[int, bytes]:
+        """Memory of this side, all sevens: its address and a key for reading it."""
+        self.memory = bytearray([7]) * size
+        self.base = self.md.mem_reg(self.memory)
+        return self.base.address, self.base.mkey_pack()
+
+    def notice(self, notice: bytes) -> int:
+        return self.md.rkey_revoke(notice)
+
+    def descriptors(self) -> int:
+        return descriptors()
+
+    def close(self) -> None:
+        self.md.close(force=True)
+
+
+class AttackerSide(RawPeer):
+    """Raw verbs, and bulk operations whose bytes stay in that process."""
+
+    def poll(self, timeout: float = 60) -> Wc:
+        """As RawPeer's, but asleep most of the time."""
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                return super().poll(0.0002)
+            except TimeoutError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(0.0005)
+
+    def take(self, rkey: int, address: int, length: int) -> tuple[Wc, int]:
+        """RDMA READ: the status, and how many bytes came (if none of them is BLANK)."""
+        self._room(length)
+        ctypes.memset(self.buffer, BLANK, length)
+        self.post(4, rkey, address, length)
+        status = self.poll()
+        return status, len(self.buffer.raw[:length].rstrip(bytes([BLANK])))
+
+    def fill(self, rkey: int, address: int, length: int, byte: int) -> Wc:
+        """RDMA WRITE of that byte all over."""
+        self._room(length)
+        ctypes.memset(self.buffer, byte, length)
+        self.post(0, rkey, address, length)
+        return self.poll()
+
+    def descriptors(self) -> int:
+        return descriptors()
+
+
+def library_process(conn: Any) -> None:
+    serve(conn, LibrarySide())
+
+
+def attacker_process(conn: Any) -> None:
+    with AttackerSide() as side:
+        serve(conn, side)
+
+
+class Library(Remote):
+    """A LibrarySide in another process."""
+
+    serve = library_process
+
+
+class Attacker(Remote):
+    """An AttackerSide in another process."""
+
+    serve = attacker_process
