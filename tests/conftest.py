@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Fixtures that all tests may use."""
 
+import gc
 import inspect
 import os
 import pickle
@@ -124,3 +125,29 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 def root() -> Path:
     """The source tree; only for tests marked `source`."""
     return ROOT
+
+
+@pytest.fixture(scope="session")
+def frozen_heap() -> None:
+    """Makes gc.collect() cheap: what pytest holds is not looked at any more."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
+def fakes(frozen_heap: None) -> Iterator[Any]:
+    """`fakes(**options)` is open_fake(**options), with a reckoning when the test has passed.
+
+    No rule of backend.h was broken, and nothing is live: no native key, no block of memory.  The
+    core's memory is poisoned meanwhile (`fakes.memory`).
+    """
+    from _fakes import Fakes, PoisonAllocator  # the layout tests run before anything is built
+
+    with PoisonAllocator() as memory:
+        devices = Fakes(memory)
+        yield devices
+        devices.end()
+        if memory.live:
+            gc.collect()
+        memory.check()
+        assert memory.live == 0, "the core has not freed everything"

@@ -11,7 +11,7 @@ from cpython.buffer cimport (
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.exc cimport PyErr_CheckSignals, PyErr_WriteUnraisable
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stddef cimport size_t
@@ -23,7 +23,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 from ucx_memh.libmemh cimport *
 
-from os import urandom as _urandom
+import os as _os
 
 from ucx_memh import errors as _errors
 from ucx_memh import flags as _flags

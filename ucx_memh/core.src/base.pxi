@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Atomics, locks and the allocator.
+# Atomics, locks, the clock and the allocator.
 
 cdef extern from *:
     """
@@ -84,6 +84,15 @@ cdef extern from "pthread.h" nogil:
 
 cdef extern from "sched.h" nogil:
     int sched_yield()
+
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+
+cdef inline uint64_t now_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <uint64_t>now.tv_sec * 1000000000 + <uint64_t>now.tv_nsec
+
 
 ctypedef void *(*alloc_fn)(size_t size) noexcept nogil
 ctypedef void (*release_fn)(void *ptr) noexcept nogil

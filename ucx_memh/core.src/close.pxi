@@ -2,6 +2,7 @@
 # The end of an Md.
 
 cdef enum:
+    DEALLOC_NS = 1000000000  # for a device, when nobody is left who could wait for it
     CLOSE_PATIENCE = 2000  # yields, for a call that another thread is just finishing
 
 
@@ -22,8 +23,12 @@ cdef ucxm_memh_t *close_leaf(md_t *md, bint derived) noexcept nogil:
     return memh
 
 
-cdef ucxm_status_t close_handles(md_t *md, bint derived, ucxm_error_t *error) noexcept nogil:
-    """Deregister what is live, leaves first; stops at the first that resists."""
+cdef ucxm_status_t close_handles(md_t *md, bint derived, uint64_t until,
+                                 ucxm_error_t *error) noexcept nogil:
+    """Deregister what is live, leaves first; stops at the first that resists.
+
+    INPROGRESS: at the time `until` the device was still at one; call again.
+    """
     cdef ucxm_memh_t *memh
     cdef ucxm_memh_own_t *own
     cdef ucxm_status_t status
@@ -36,6 +41,9 @@ cdef ucxm_status_t close_handles(md_t *md, bint derived, ucxm_error_t *error) no
         if load32(&own.pending) != 0:
             # The device is at it, for us or since earlier: see how that ends.
             while load32(&own.pending) != 0:
+                if now_ns() >= until:
+                    memh_put(memh)
+                    return UCXM_INPROGRESS
                 if md_progress(md) == 0:
                     sched_yield()
             status = UCXM_OK if load32(&memh.id.state) >= UCXM_MEMH_REVOKED else (
@@ -46,11 +54,25 @@ cdef ucxm_status_t close_handles(md_t *md, bint derived, ucxm_error_t *error) no
             return status
 
 
-cdef ucxm_status_t close_everything(md_t *md, ucxm_error_t *error) noexcept nogil:
+cdef ucxm_status_t close_parked(md_t *md, uint64_t until, ucxm_error_t *error) noexcept nogil:
+    """Destroy the keys that were never handed out and see to the end of it."""
+    cdef ucxm_status_t status
+    while True:
+        pthread_mutex_lock(&md.key_lock)
+        status = parked_flush(md, NULL, error)
+        pthread_mutex_unlock(&md.key_lock)
+        if status != UCXM_INPROGRESS or now_ns() >= until:
+            return status
+        if md_progress(md) == 0:
+            sched_yield()
+
+
+cdef ucxm_status_t close_everything(md_t *md, uint64_t until,
+                                    ucxm_error_t *error) noexcept nogil:
     """Derived handles first (their endpoints must still stand), then endpoints (what they carry
     uses the bases), then bases."""
     cdef ep_t *ep
-    cdef ucxm_status_t status = close_handles(md, True, error)
+    cdef ucxm_status_t status = close_handles(md, True, until, error)
     while status == UCXM_OK:
         spin_lock(&md.tree_lock)
         ep = md.endpoints
@@ -62,13 +84,19 @@ cdef ucxm_status_t close_everything(md_t *md, ucxm_error_t *error) noexcept nogi
         status = ep_shut(ep, error)
         ep_put(ep)
     if status == UCXM_OK:
-        status = close_handles(md, False, error)
+        status = close_parked(md, until, error)
+    if status == UCXM_OK:
+        status = close_handles(md, False, until, error)
     return status
 
 
-cdef ucxm_status_t md_close(md_t *md, bint force, ucxm_error_t *error) noexcept nogil:
+cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
+                            ucxm_error_t *error) noexcept nogil:
     """Close the domain.  BUSY, and nothing changed, while anything of it is in use; `force` closes
-    all of that first.  Closing a closed one is OK."""
+    all of that first.  Closing a closed one is OK.
+
+    INPROGRESS: at the time `until` the device was still destroying a key; call again.
+    """
     cdef ucxm_status_t status = UCXM_OK
     cdef int patience = CLOSE_PATIENCE
     if md.epoch != fork_epoch:
@@ -76,9 +104,11 @@ cdef ucxm_status_t md_close(md_t *md, bint force, ucxm_error_t *error) noexcept 
     if load32(&md.state) == MD_CLOSED:
         return UCXM_OK
     if force:
-        status = close_everything(md, error)
-        if status != UCXM_OK:
-            return status
+        status = close_everything(md, until, error)
+    else:
+        status = close_parked(md, until, error)
+    if status != UCXM_OK:
+        return status
     if not cas32(&md.state, MD_OPEN, MD_CLOSING):
         error_text(error, "another thread is closing it")
         return UCXM_OK if load32(&md.state) == MD_CLOSED else UCXM_ERR_BUSY
@@ -94,13 +124,14 @@ cdef ucxm_status_t md_close(md_t *md, bint force, ucxm_error_t *error) noexcept 
     elif md.live_rkeys and not force:
         error_text(error, "unpacked keys are in use")
         status = UCXM_ERR_BUSY
+    else:  # one that came after the look above
+        pthread_mutex_lock(&md.key_lock)
+        status = parked_flush(md, NULL, error)
+        pthread_mutex_unlock(&md.key_lock)
     if status != UCXM_OK:
         store32(&md.state, MD_OPEN)
         return status
     rkeys_close(md)
-    pthread_mutex_lock(&md.key_lock)
-    parked_flush(md, error)
-    pthread_mutex_unlock(&md.key_lock)
     md.ops.close(md.priv)
     md.priv = NULL
     store32(&md.state, MD_CLOSED)

@@ -17,10 +17,7 @@ cdef int ep_notice_error(Endpoint self) except -1:
         return 0
     if self.md.endpoints.pop(id(self), None) is None:
         return 0
-    try:
-        self.error_callback(self)
-    except BaseException:
-        PyErr_WriteUnraisable(self.error_callback)
+    call_unraisable(self.error_callback, self)
     return 0
 
 
@@ -137,7 +134,7 @@ cdef class Operation:
         if transfer.md.epoch != fork_epoch:
             raise failure(UCXM_ERR_FORKED, self.op, transfer.md, NULL, {})
         if not load32(&transfer.done):
-            if timeout is not None:
+            if timeout is not None and timeout < 1e9:  # seconds; longer is for ever
                 until = now_ns() + <uint64_t>(max(0.0, timeout) * 1e9)
             while True:
                 with nogil:

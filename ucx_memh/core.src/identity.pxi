@@ -12,15 +12,22 @@ cdef void fork_child() noexcept nogil:
     fork_epoch += 1
 
 
+cdef uint64_t fnv1a_64(bytes data):
+    """The 64-bit FNV-1a hash: what it is fed here is random enough already."""
+    cdef uint64_t digest = <uint64_t>0xcbf29ce484222325
+    cdef uint8_t byte
+    for byte in data:
+        digest = (digest ^ byte) * <uint64_t>0x100000001b3
+    return digest
+
+
 def _read_identity():
     """(host, start_time, pid, pid_ns, user_ns) of this process, from /proc.
 
     The host is a digest of the host's and the boot's ids, so that a key from before a reboot is
-    foreign.  What cannot be read is 0; cma refuses to work on such an identity.
+    foreign.  What cannot be read is 0; cma refuses to work on such an identity.  Imports nothing:
+    by now the process may have become a user who cannot read Python's own files.
     """
-    import os
-    from hashlib import blake2b
-
     def read(path, parse, default):
         try:
             return parse(path)
@@ -36,15 +43,14 @@ def _read_identity():
         return int(text(path).rpartition(b")")[2].split()[19])
 
     def namespace(path):
-        return os.stat(path).st_ino & 0xffffffff
+        return _os.stat(path).st_ino & 0xffffffff
 
     boot = read("/proc/sys/kernel/random/boot_id", text, b"")
     machine = read("/etc/machine-id", text, b"")
-    digest = blake2b(boot + b"\0" + machine, digest_size=8, person=b"ucx_memh host").digest()
     return (
-        int.from_bytes(digest, "little"),
+        fnv1a_64(boot + b"\0" + machine),
         read("/proc/self/stat", start_time, 0),
-        os.getpid(),
+        _os.getpid(),
         read("/proc/self/ns/pid", namespace, 0),
         read("/proc/self/ns/user", namespace, 0),
     )

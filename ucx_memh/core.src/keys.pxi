@@ -1,24 +1,61 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Making and destroying native keys.  key_lock is held throughout.
 
+cdef enum:
+    PARKED_NONE = 0
+    PARKED_HELD = 1
+    PARKED_DYING = 2   # the device is destroying it
+
+
 cdef void parked_done(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil:
-    pass
+    cdef parked_t *parked = <parked_t *>self
+    cdef md_t *md = parked.md
+    pthread_mutex_lock(&md.key_lock)
+    parked.state = PARKED_HELD if status != UCXM_OK else PARKED_NONE
+    md.parked_count -= status == UCXM_OK
+    pthread_mutex_unlock(&md.key_lock)
 
-cdef ucxm_completion_t PARKED_DONE
-PARKED_DONE.func = parked_done
+
+cdef void parked_put(md_t *md, ucxm_memh_t *memh, const ucxm_key_slot_t *slot) noexcept nogil:
+    """Park a key; there is a place."""
+    cdef uint32_t i = 0
+    while md.parked[i].state != PARKED_NONE:
+        i += 1
+    md.parked[i].done.func = parked_done
+    md.parked[i].md = md
+    md.parked[i].reg = memh.inherited.reg
+    md.parked[i].slot = slot[0]
+    md.parked[i].state = PARKED_HELD
+    md.parked_count += 1
+    md.counters.parked += 1
 
 
-cdef void parked_flush(md_t *md, ucxm_error_t *error) noexcept nogil:
-    """Destroy what is parked; what resists stays parked."""
-    cdef uint32_t i, left = 0
+cdef ucxm_status_t parked_flush(md_t *md, const ucxm_registration_t *reg,
+                                ucxm_error_t *error) noexcept nogil:
+    """Destroy what is parked; what resists stays.  OK: nothing is left (on `reg`, if not NULL)."""
+    cdef uint32_t i
     cdef ucxm_status_t status
-    for i in range(md.parked_count):
-        md.counters.key_destroy += 1
-        status = md.ops.key_destroy(md.priv, NULL, &md.parked[i], &PARKED_DONE, error)
-        if status < 0:
-            md.parked[left] = md.parked[i]
-            left += 1
-    md.parked_count = left
+    cdef ucxm_status_t left = UCXM_OK
+    cdef parked_t *parked
+    if md.parked_count == 0:
+        return UCXM_OK
+    for i in range(PARKED_MAX):
+        parked = &md.parked[i]
+        if parked.state == PARKED_NONE or reg != NULL and parked.reg != reg:
+            continue
+        status = UCXM_INPROGRESS
+        if parked.state == PARKED_HELD:
+            md.counters.key_destroy += 1
+            status = md.ops.key_destroy(md.priv, NULL, &parked.slot, &parked.done, error)
+        if status == UCXM_OK:
+            parked.state = PARKED_NONE
+            md.parked_count -= 1
+        else:
+            if status == UCXM_INPROGRESS:
+                parked.state = PARKED_DYING
+            if left >= 0:
+                left = status
+    return left
 
 
 cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, uint8_t kind,
@@ -34,7 +71,7 @@ cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, 
     if status != UCXM_OK:
         return status
     memset(&ignored, 0, sizeof(ignored))
-    parked_flush(md, &ignored)
+    parked_flush(md, NULL, &ignored)
     while md.parked_count < PARKED_MAX:
         memset(&fresh, 0, sizeof(fresh))
         fresh.kind = kind
@@ -46,13 +83,11 @@ cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, 
             fresh.live = 1
             slot[0] = fresh
             break
-        md.parked[md.parked_count] = fresh
-        md.parked_count += 1
-        md.counters.parked += 1
+        parked_put(md, memh, &fresh)
     else:
         error_text(error, "the device offers only key values that were revoked lately")
         status = UCXM_ERR_NO_RESOURCE
-    parked_flush(md, &ignored)
+    parked_flush(md, NULL, &ignored)
     return status
 
 
@@ -76,7 +111,14 @@ cdef ucxm_status_t keys_destroy(md_t *md, ucxm_memh_t *memh,
         if status != UCXM_OK:
             return status
         key_gone(md, &own.slot[i])
-    return UCXM_OK
+    if memh.id.parent != NULL:
+        return UCXM_OK
+    # The registration goes next, and none of its keys may be left: no parked one either.
+    status = parked_flush(md, memh.inherited.reg, error)
+    if status == UCXM_INPROGRESS:
+        error_text(error, "a key that was never handed out is being destroyed: try again")
+        status = UCXM_ERR_BUSY
+    return status
 
 
 cdef void key_gone(md_t *md, ucxm_key_slot_t *slot) noexcept nogil:

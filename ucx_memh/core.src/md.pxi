@@ -10,6 +10,7 @@ cdef enum:
     BUCKETS = 4096
     RKEYS_MAX = 65536    # more than so many known keys: each user gets its own
 
+cdef struct md_t
 cdef struct ep_t
 cdef struct rkey_t
 
@@ -29,6 +30,14 @@ cdef struct counters_t:
     uint64_t parked
     uint64_t transfers
     uint64_t rkey_misses
+
+# A native key that must not be handed out: its value was revoked lately.
+cdef struct parked_t:
+    ucxm_completion_t done   # first
+    md_t *md
+    ucxm_registration_t *reg
+    ucxm_key_slot_t slot
+    uint32_t state           # PARKED_*
 
 cdef struct md_t:
     ucxm_md_ops_t ops
@@ -52,7 +61,7 @@ cdef struct md_t:
     pthread_mutex_t key_lock  # making and destroying native keys; quarantine; parked
     quarantine_t quarantine
     uint32_t parked_count
-    ucxm_key_slot_t parked[PARKED_MAX]  # could not be destroyed yet
+    parked_t parked[PARKED_MAX]
     counters_t counters
     rkey_t **buckets
     rkey_t *private_rkeys    # not shared: RAW ones, and those over RKEYS_MAX

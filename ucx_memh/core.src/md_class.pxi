@@ -88,7 +88,7 @@ cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
     md.refs = 1
     md.component_id = fnv1a(md.attr.component)
     md.quarantine.size = md.attr.quarantine
-    md.next_key_id = int.from_bytes(_urandom(7), "little") + 1
+    md.next_key_id = int.from_bytes(_os.urandom(7), "little") + 1
     pthread_mutex_init(&md.key_lock, NULL)
     md.priv = priv
     self = Md.__new__(Md)
@@ -118,8 +118,8 @@ cdef class Md:
             return
         memset(&error, 0, sizeof(error))
         with nogil:
-            # What resists now stays, whole, until the process ends.
-            status = md_close(md, True, &error)
+            # What resists now, or takes too long, stays, whole, until the process ends.
+            status = md_close(md, True, now_ns() + DEALLOC_NS, &error)
             if status == UCXM_OK:
                 md_put(md)
 
@@ -471,8 +471,12 @@ cdef class Md:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
-        with nogil:
-            status = md_close(md, forced, &error)
+        while True:
+            with nogil:
+                status = md_close(md, forced, now_ns() + SLICE_NS, &error)
+            if status != UCXM_INPROGRESS:
+                break
+            PyErr_CheckSignals()
         if status != UCXM_OK:
             raise failure(status, "md_close", md, &error, {
                 "bases": md.live_bases, "derived": md.live_derived, "rkeys": md.live_rkeys,

@@ -156,6 +156,9 @@ cdef int bind_check_op(str component, uint64_t flags, uint64_t needs_one_of, str
     raise _errors.InvalidParamError(f"backend {detail}", op="bind", component=component)
 
 
+cdef enum:
+    QUARANTINE_MAX = 1 << 24  # that costs 192 MiB
+
 cdef int bind_check(str component, const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
                     const ucxm_md_attr_t *attr) except -1:
     """Refuse a table that says one thing and does another (ops have been filled)."""
@@ -201,6 +204,10 @@ cdef int bind_check(str component, const ucxm_md_ops_t *ops, const ucxm_ep_ops_t
             flags & UCXM_MD_FLAG_REG_DERIVED and flags & UCXM_MD_FLAG_ENDPOINT):
         raise _errors.InvalidParamError(
             "backend declares DERIVE_ENDPOINT without REG_DERIVED and ENDPOINT",
+            op="bind", component=component)
+    if attr.quarantine > QUARANTINE_MAX:
+        raise _errors.InvalidParamError(
+            f"a quarantine of {attr.quarantine} destructions is over {QUARANTINE_MAX}",
             op="bind", component=component)
     if attr.rkey_packed_size > UCXM_KEY_PAYLOAD_MAX or (
             attr.rkey_raw_size > attr.rkey_packed_size):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Waiting for the device from Python: in slices without the GIL, with a look at signals between.
 
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
-
 cdef extern from "poll.h" nogil:
     cdef struct pollfd:
         int fd
@@ -16,10 +14,14 @@ cdef enum:
     SLICE_NS = 20000000     # without the GIL, before signals are looked at
 
 
-cdef inline uint64_t now_ns() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
-    return <uint64_t>now.tv_sec * 1000000000 + <uint64_t>now.tv_nsec
+cdef void call_unraisable(object callback, object argument) noexcept:
+    """Call it; what it raises goes to sys.unraisablehook."""
+    try:
+        callback(argument)
+    except BaseException as error:
+        # Caught, it is no longer what PyErr_WriteUnraisable looks at.
+        PyErr_SetObject(type(error), error)
+        PyErr_WriteUnraisable(callback)
 
 
 cdef struct waiter_t:
@@ -28,15 +30,12 @@ cdef struct waiter_t:
 
 
 cdef void waiter_run(ucxm_completion_t *self, ucxm_status_t status) noexcept with gil:
-    """Run a Python callback; what it raises goes to sys.unraisablehook."""
+    """Run a Python callback."""
     cdef waiter_t *waiter = <waiter_t *>self
     callback = <object>waiter.callback
     Py_DECREF(callback)
     free(waiter)
-    try:
-        callback(_flags.Status(status))
-    except BaseException:
-        PyErr_WriteUnraisable(callback)
+    call_unraisable(callback, _flags.Status(status))
 
 
 cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the tests of the core share: fake devices, and an independent reading of packed keys."""
+
+import struct
+import threading
+from typing import Any, NamedTuple
+
+import ucx_memh as um
+from ucx_memh.testing import FakeDevice, PoisonAllocator, open_fake
+
+ALL = um.MemFlag.ACCESS_ALL
+GET = um.MemFlag.REMOTE_GET
+PUT = um.MemFlag.REMOTE_PUT
+ATOMIC = um.MemFlag.REMOTE_ATOMIC
+REMOTE = um.MemFlag.ACCESS_REMOTE
+LOCAL_READ = um.MemFlag.LOCAL_READ
+LOCAL_WRITE = um.MemFlag.LOCAL_WRITE
+DERIVED_ONLY = um.MemFlag.DERIVED_ONLY
+
+PLAIN = um.PackFlag.NONE
+RMA = um.PackFlag.INVALIDATE_RMA
+AMO = um.PackFlag.INVALIDATE_AMO
+RAW = um.PackFlag.RAW
+EXPORT = um.PackFlag.EXPORT
+
+
+class Fakes:
+    """The fake devices of a test, and the allocator that the core uses meanwhile."""
+
+    def __init__(self, memory: PoisonAllocator) -> None:
+        self.memory = memory
+        self.opened: list[tuple[Any, FakeDevice, bool]] = []
+
+    def __call__(self, **options: Any) -> tuple[Any, FakeDevice]:
+        md, device = open_fake(**options)
+        self.opened.append((md, device, options.get("destroy") == "manual"))
+        return md, device
+
+    def connected(self, **options: Any) -> tuple[Any, FakeDevice, Any, Any]:
+        """An Md, its device and two endpoints of it that are connected to each other."""
+        md, device = self(**options)
+        one, two = md.endpoint(), md.endpoint()
+        one.connect(two.address)
+        two.connect(one.address)
+        return md, device, one, two
+
+    def end(self) -> None:
+        """Close all; then no key may be left, and no rule may have been broken meanwhile."""
+        while self.opened:
+            md, device, manual = self.opened.pop()
+            device.clear_faults()
+            device.release()
+            if manual:  # a forced close waits for destructions that the test alone lets end
+                closing = threading.Thread(target=md.close, args=(True,))
+                closing.start()
+                while closing.is_alive():
+                    device.complete()
+                    closing.join(0.001)
+            else:
+                md.close(force=True)
+            assert device.closed
+            assert device.live_keys == {}
+            assert device.violations == {}
+
+
+# ---- the packed key, read without the library ----
+
+HEADER = struct.Struct("<HBBHHIIQQQIHH")  # the identity follows
+IDENTITY = struct.Struct("<QQIIII")
+FLAG_EMPTY, FLAG_REVOCABLE, FLAG_ENDPOINT, FLAG_REVOKED = 1, 2, 4, 8
+
+
+class Envelope(NamedTuple):
+    magic: int
+    version: int
+    header: int
+    total: int
+    flags: int
+    component: int
+    crc: int
+    key_id: int
+    address: int
+    length: int
+    rights: int
+    payload_length: int
+    reserved: int
+
+    @classmethod
+    def of(cls, key: bytes) -> "Envelope":
+        return cls(*HEADER.unpack_from(key))
+
+
+def crc32c(data: bytes) -> int:
+    """RFC 3720, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def key_crc(key: bytes) -> int:
+    return crc32c(key[:12] + bytes(4) + key[16:])
+
+
+def sealed(key: bytes, **changes: Any) -> bytes:
+    """The key with other header fields, and a checksum that fits."""
+    fields = Envelope.of(key)._replace(**changes)
+    key = HEADER.pack(*fields) + key[HEADER.size :]
+    return HEADER.pack(*fields._replace(crc=key_crc(key))) + key[HEADER.size :]
+
+
+def payload(key: bytes) -> bytes:
+    fields = Envelope.of(key)
+    return key[fields.header : fields.header + fields.payload_length]
+
+
+def native(key: bytes) -> tuple[int, int]:
+    """The native values that a key of a fake device names: for put and get, for atomics."""
+    rma, atomic = struct.unpack_from("<II", payload(key), 8)
+    return rma, atomic or rma
