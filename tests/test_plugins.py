@@ -66,6 +66,8 @@ def install(tmp_path, monkeypatch):
         lines = "".join(f"{name} = {stem}_{name}\n" for name in sources)
         (info / "entry_points.txt").write_text(f"[ucx_memh]\n{lines}")
         for name, source in sources.items():
+            # A test before may have loaded the real one of this name.
+            monkeypatch.delitem(sys.modules, f"{stem}_{name}", raising=False)
             if source is not None:
                 (tmp_path / f"{stem}_{name}.py").write_text(source.format(name=name))
         return Plugins(entry_points)

@@ -180,8 +180,8 @@ def test_15_a_peer_dies(md, ep, tell, reaped):
     with pytest.raises(um.PeerGoneError):
         md.rkey_unpack(second)
     assert ep.state == um.EpState.CONNECTED  # others are reached as before
-    mine = md.rkey_unpack(md.mem_reg(bytearray(8)).mkey_pack())
-    ep.put(mine, mine.address, b"x")
+    with md.mem_reg(bytearray(8)) as memh, md.rkey_unpack(memh.mkey_pack()) as mine:
+        ep.put(mine, mine.address, b"x")
 
 
 def test_a_peer_dies_in_a_long_transfer(md, ep, tell):

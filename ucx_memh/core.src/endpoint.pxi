@@ -6,9 +6,11 @@ cdef struct ep_t:
     md_t *md
     ep_t *next
     ep_t *prev
-    uint32_t refs
+    uint32_t refs      # the user, the Md's list, handles bound to it, transfers
     uint32_t closed
     uint32_t bound     # live handles whose keys only this endpoint may use
+    uint32_t users     # threads inside the backend with it
+    uint32_t orphan    # its user is gone, but handles bound to it resist
 
 
 cdef inline ucxm_status_t ep_check(ep_t *ep) noexcept nogil:
@@ -17,12 +19,34 @@ cdef inline ucxm_status_t ep_check(ep_t *ep) noexcept nogil:
     return UCXM_ERR_CLOSED if load32(&ep.closed) else UCXM_OK
 
 
+cdef inline ucxm_status_t ep_enter(ep_t *ep) noexcept nogil:
+    """Keep the backend and its part of the endpoint alive for a call; ep_leave ends it."""
+    cdef ucxm_status_t status = md_enter(ep.md)
+    if status != UCXM_OK:
+        return status
+    add32(&ep.users, 1)
+    if load32_sc(&ep.closed):
+        ep_leave(ep)
+        return UCXM_ERR_CLOSED
+    return UCXM_OK
+
+
+cdef inline void ep_leave(ep_t *ep) noexcept nogil:
+    sub32(&ep.users, 1)
+    md_leave(ep.md)
+
+
 cdef void ep_put(ep_t *ep) noexcept nogil:
     cdef md_t *md = ep.md
-    if sub32(&ep.refs, 1) != 0:
-        return
-    mem_free(ep)
-    md_put(md)
+    cdef uint32_t left = sub32(&ep.refs, 1)
+    cdef ucxm_error_t ignored
+    if left == 0:
+        mem_free(ep)
+        md_put(md)
+    elif left == 1 and load32(&ep.orphan):
+        # Only the Md's list has it, and the last handle bound to it is gone.
+        memset(&ignored, 0, sizeof(ignored))
+        ep_shut(ep, &ignored)
 
 
 cdef ucxm_status_t ep_open(md_t *md, ep_t **ep_p, ucxm_error_t *error) noexcept nogil:
@@ -41,7 +65,7 @@ cdef ucxm_status_t ep_open(md_t *md, ep_t **ep_p, ucxm_error_t *error) noexcept 
         return UCXM_ERR_NO_MEMORY
     ep.pub.priv = <char *>ep + align16(sizeof(ep_t))
     ep.md = md
-    ep.refs = 1
+    ep.refs = 2
     status = md.ep_ops.ep_create(md.priv, &ep.pub, error)
     if status != UCXM_OK:
         mem_free(ep)
@@ -79,7 +103,7 @@ cdef ucxm_status_t ep_shut(ep_t *ep, ucxm_error_t *error) noexcept nogil:
         md_leave(md)
         error_text(error, "live handles are bound to it")
         return UCXM_ERR_BUSY
-    store32(&ep.closed, 1)
+    cas32(&ep.closed, 0, 1)  # sequentially consistent, as in ep_enter
     if ep.prev != NULL:
         ep.prev.next = ep.next
     else:
@@ -88,6 +112,9 @@ cdef ucxm_status_t ep_shut(ep_t *ep, ucxm_error_t *error) noexcept nogil:
         ep.next.prev = ep.prev
     md.live_endpoints -= 1
     spin_unlock(&md.tree_lock)
+    while load32_sc(&ep.users) != 0:
+        sched_yield()  # a call that has begun before
     md.ep_ops.ep_destroy(md.priv, &ep.pub)
     md_leave(md)
+    ep_put(ep)  # the list's
     return UCXM_OK

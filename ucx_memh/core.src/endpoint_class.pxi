@@ -235,8 +235,9 @@ cdef class Endpoint:
             return
         memset(&error, 0, sizeof(error))
         with nogil:
-            if ep_shut(ep, &error) == UCXM_OK:
-                ep_put(ep)
+            if ep_shut(ep, &error) != UCXM_OK:
+                store32(&ep.orphan, 1)
+            ep_put(ep)
 
     def __repr__(self):
         if load32(&(<ep_t *>self.ep).closed):
