@@ -102,6 +102,7 @@ def forged(key: bytes, **changes: int) -> bytes:
 
 def become(uid: int) -> None:
     """Another user, whose processes may be reached by each other (as after a login)."""
+    um.open_md("cma").close()  # imports all that is needed: that user may not read our files
     os.setgid(uid)
     os.setuid(uid)
     libc("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)
@@ -111,9 +112,6 @@ class Peer:
     """What a told process has; its methods are what can be asked of it."""
 
     def __init__(self, uid: int, config: dict[str, Any]) -> None:
-        import ucx_memh_cma._md  # noqa: F401  before the user changes: who may read our files?
-
-        um.query_mds("cma")
         if uid:
             become(uid)
         self.md = um.open_md("cma", **config)

@@ -4,9 +4,9 @@
 import os
 
 import pytest
-from _cma import Told
 
 import ucx_memh as um
+from _cma import Told
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from _cma import PAGE, Pages, owner_of, pattern, peer_error_fields
 
 import ucx_memh as um
+from _cma import PAGE, Pages, owner_of, pattern, peer_error_fields
 
 
 def test_own_process(md, ep, calls):

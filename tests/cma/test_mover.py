@@ -10,10 +10,10 @@ import signal
 import time
 
 import pytest
-from _cma import MAP_FIXED, MAP_NORESERVE, PAGE, Pages, libc, pattern
-from ucx_memh_cma._md import move
 
 import ucx_memh as um
+from _cma import MAP_FIXED, MAP_NORESERVE, PAGE, Pages, libc, pattern
+from ucx_memh_cma._md import move
 
 SELF = os.getpid()
 WINDOW = 128

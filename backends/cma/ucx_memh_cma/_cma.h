@@ -259,7 +259,8 @@ static inline int cma_stat_open(pid_t pid)
 static inline int cma_stat_read(int fd, cma_stat_t *st)
 {
     char text[1024], *p, *end;
-    uint64_t value, stack = 0, hash = 0xcbf29ce484222325u;
+    uint64_t hash = 0xcbf29ce484222325u;
+    int visible = 0;
     unsigned field;
     ssize_t n;
 
@@ -270,28 +271,27 @@ static inline int cma_stat_read(int fd, cma_stat_t *st)
         return n < 0 ? errno : ESRCH;
     text[n] = '\0';
     p = strrchr(text, ')'); /* the name may hold anything, parentheses too */
-    if (p == NULL || p[1] != ' ' || p[2] == '\0')
+    if (p == NULL || p[1] != ' ' || p[2] == '\0' || p[3] != ' ')
         return EBADMSG;
     st->state = p[2];
     st->start_time = 0;
     st->program = 0;
-    p += 3;
-    for (field = 4; field <= 46; field++) {
-        value = strtoull(p, &end, 10); /* negative ones wrap; they are not used */
-        if (end == p)
-            break;
-        p = end;
+    p += 4;
+    for (field = 4; field <= 46 && *p != '\0'; field++, p = end + (*end != '\0')) {
+        for (end = p; *end != ' ' && *end != '\n' && *end != '\0'; end++)
+            ;
         if (field == 22)
-            st->start_time = value;
+            st->start_time = strtoull(p, NULL, 10);
         if (field == 28)
-            stack = value;
+            visible = *p != '0'; /* zeros: no permission to see it */
         /* Where code, stack and data of the program begin and end. */
         if (field == 26 || field == 27 || field == 28 || field == 45 || field == 46)
-            hash = (hash ^ value) * 0x100000001b3u;
+            for (; p <= end; p++)
+                hash = (hash ^ (unsigned char)*p) * 0x100000001b3u;
     }
     if (field <= 22)
         return EBADMSG;
-    if (field > 46 && stack != 0) /* zeros: no permission to see them */
+    if (field > 46 && visible)
         st->program = hash;
     return 0;
 }

@@ -769,7 +769,11 @@ def open_md(double peer_check_interval, str note, unsigned ptracer_calls):
     if md == NULL:
         raise MemoryError
     status = identity_self(&md.self)
-    if status != UCXM_OK or md.self.start_time == 0 or md.self.pid_ns == 0:
+    if status != UCXM_OK:
+        free(md)
+        raise NoDeviceError(f"this process's identity could not be read (status {status})",
+                            op="open_md", component="cma")
+    if md.self.start_time == 0 or md.self.pid_ns == 0:
         free(md)
         raise NoDeviceError(
             "this process cannot be told from others: /proc/self/stat or /proc/self/ns/pid "
