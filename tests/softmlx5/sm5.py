@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""The verbs ABI of libsoftmlx5.so through ctypes, as thin as it goes: no part of ucx_memh is involved."""
+"""The verbs ABI of libsoftmlx5.so through ctypes, as thin as it goes: no ucx_memh in between."""
 
 import ctypes as C
 import errno
 import mmap
 import os
 import time
-from pathlib import Path
 
 u8, u16, u32, u64, vp = C.c_uint8, C.c_uint16, C.c_uint32, C.c_uint64, C.c_void_p
 
@@ -15,11 +14,46 @@ LW, RW, RR, RA, MWB = 1, 2, 4, 8, 16
 ALL = LW | RW | RR | RA
 WRITE, WRITE_IMM, SEND, SEND_IMM, READ, CAS, FAA, LOCAL_INV, BIND_MW, SEND_INV = range(10)
 SIGNALED, FENCE, SOLICITED, INLINE = 2, 1, 4, 8
-(OK, LOC_LEN, LOC_QP_OP, _, LOC_PROT, FLUSH, MW_BIND, _, _, REM_INV_REQ, REM_ACCESS, REM_OP, RETRY_EXC,
- RNR_EXC) = range(14)
+(
+    OK,
+    LOC_LEN,
+    LOC_QP_OP,
+    _,
+    LOC_PROT,
+    FLUSH,
+    MW_BIND,
+    _,
+    _,
+    REM_INV_REQ,
+    REM_ACCESS,
+    REM_OP,
+    RETRY_EXC,
+    RNR_EXC,
+) = range(14)
 RESET, INIT, RTR, RTS, SQD, SQE, ERR = range(7)
-(M_STATE, M_CUR, M_SQDN, M_ACCESS, M_PKEY, M_PORT, M_QKEY, M_AV, M_MTU, M_TIMEOUT, M_RETRY, M_RNR, M_RQPSN,
- M_MAXRD, M_ALT, M_MINRNR, M_SQPSN, M_MAXDRD, M_MIG, M_CAP, M_DQPN) = (1 << i for i in range(21))
+(
+    M_STATE,
+    M_CUR,
+    M_SQDN,
+    M_ACCESS,
+    M_PKEY,
+    M_PORT,
+    M_QKEY,
+    M_AV,
+    M_MTU,
+    M_TIMEOUT,
+    M_RETRY,
+    M_RNR,
+    M_RQPSN,
+    M_MAXRD,
+    M_ALT,
+    M_MINRNR,
+    M_SQPSN,
+    M_MAXDRD,
+    M_MIG,
+    M_CAP,
+    M_DQPN,
+) = (1 << i for i in range(21))
 
 
 class Gid(C.Union):
@@ -27,30 +61,75 @@ class Gid(C.Union):
 
 
 class Grh(C.Structure):
-    _fields_ = [("dgid", Gid), ("flow_label", u32), ("sgid_index", u8), ("hop_limit", u8), ("tclass", u8)]
+    _fields_ = [
+        ("dgid", Gid),
+        ("flow_label", u32),
+        ("sgid_index", u8),
+        ("hop_limit", u8),
+        ("tclass", u8),
+    ]
 
 
 class Ah(C.Structure):
-    _fields_ = [("grh", Grh), ("dlid", u16), ("sl", u8), ("src_path_bits", u8), ("static_rate", u8),
-                ("is_global", u8), ("port_num", u8)]
+    _fields_ = [
+        ("grh", Grh),
+        ("dlid", u16),
+        ("sl", u8),
+        ("src_path_bits", u8),
+        ("static_rate", u8),
+        ("is_global", u8),
+        ("port_num", u8),
+    ]
 
 
 class Cap(C.Structure):
-    _fields_ = [(n, u32) for n in ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge", "max_inline")]
+    _fields_ = [
+        (n, u32)
+        for n in ("max_send_wr", "max_recv_wr", "max_send_sge", "max_recv_sge", "max_inline")
+    ]
 
 
 class QpInit(C.Structure):
-    _fields_ = [("qp_context", vp), ("send_cq", vp), ("recv_cq", vp), ("srq", vp), ("cap", Cap),
-                ("qp_type", C.c_int), ("sq_sig_all", C.c_int)]
+    _fields_ = [
+        ("qp_context", vp),
+        ("send_cq", vp),
+        ("recv_cq", vp),
+        ("srq", vp),
+        ("cap", Cap),
+        ("qp_type", C.c_int),
+        ("sq_sig_all", C.c_int),
+    ]
 
 
 class QpAttr(C.Structure):
-    _fields_ = [("qp_state", C.c_int), ("cur_qp_state", C.c_int), ("path_mtu", C.c_int), ("mig", C.c_int),
-                ("qkey", u32), ("rq_psn", u32), ("sq_psn", u32), ("dest_qp_num", u32), ("access", C.c_uint),
-                ("cap", Cap), ("ah", Ah), ("alt_ah", Ah), ("pkey_index", u16), ("alt_pkey_index", u16),
-                ("en_sqd", u8), ("sq_draining", u8), ("max_rd_atomic", u8), ("max_dest_rd_atomic", u8),
-                ("min_rnr_timer", u8), ("port_num", u8), ("timeout", u8), ("retry_cnt", u8), ("rnr_retry", u8),
-                ("alt_port_num", u8), ("alt_timeout", u8), ("rate_limit", u32)]
+    _fields_ = [
+        ("qp_state", C.c_int),
+        ("cur_qp_state", C.c_int),
+        ("path_mtu", C.c_int),
+        ("mig", C.c_int),
+        ("qkey", u32),
+        ("rq_psn", u32),
+        ("sq_psn", u32),
+        ("dest_qp_num", u32),
+        ("access", C.c_uint),
+        ("cap", Cap),
+        ("ah", Ah),
+        ("alt_ah", Ah),
+        ("pkey_index", u16),
+        ("alt_pkey_index", u16),
+        ("en_sqd", u8),
+        ("sq_draining", u8),
+        ("max_rd_atomic", u8),
+        ("max_dest_rd_atomic", u8),
+        ("min_rnr_timer", u8),
+        ("port_num", u8),
+        ("timeout", u8),
+        ("retry_cnt", u8),
+        ("rnr_retry", u8),
+        ("alt_port_num", u8),
+        ("alt_timeout", u8),
+        ("rate_limit", u32),
+    ]
 
 
 class Sge(C.Structure):
@@ -81,9 +160,18 @@ class SendWr(C.Structure):
     pass
 
 
-SendWr._fields_ = [("wr_id", u64), ("next", C.POINTER(SendWr)), ("sg_list", C.POINTER(Sge)),
-                   ("num_sge", C.c_int), ("opcode", C.c_int), ("flags", C.c_uint), ("imm", u32), ("wr", _WrU),
-                   ("xrc", u32), ("bind", _Bind)]
+SendWr._fields_ = [
+    ("wr_id", u64),
+    ("next", C.POINTER(SendWr)),
+    ("sg_list", C.POINTER(Sge)),
+    ("num_sge", C.c_int),
+    ("opcode", C.c_int),
+    ("flags", C.c_uint),
+    ("imm", u32),
+    ("wr", _WrU),
+    ("xrc", u32),
+    ("bind", _Bind),
+]
 
 
 class RecvWr(C.Structure):
@@ -91,14 +179,33 @@ class RecvWr(C.Structure):
 
 
 class Wc(C.Structure):
-    _fields_ = [("wr_id", u64), ("status", C.c_int), ("opcode", C.c_int), ("vendor_err", u32),
-                ("byte_len", u32), ("imm", u32), ("qp_num", u32), ("src_qp", u32), ("flags", C.c_uint),
-                ("pkey_index", u16), ("slid", u16), ("sl", u8), ("path_bits", u8)]
+    _fields_ = [
+        ("wr_id", u64),
+        ("status", C.c_int),
+        ("opcode", C.c_int),
+        ("vendor_err", u32),
+        ("byte_len", u32),
+        ("imm", u32),
+        ("qp_num", u32),
+        ("src_qp", u32),
+        ("flags", C.c_uint),
+        ("pkey_index", u16),
+        ("slid", u16),
+        ("sl", u8),
+        ("path_bits", u8),
+    ]
 
 
 class Mr(C.Structure):
-    _fields_ = [("context", vp), ("pd", vp), ("addr", vp), ("length", C.c_size_t), ("handle", u32),
-                ("lkey", u32), ("rkey", u32)]
+    _fields_ = [
+        ("context", vp),
+        ("pd", vp),
+        ("addr", vp),
+        ("length", C.c_size_t),
+        ("handle", u32),
+        ("lkey", u32),
+        ("rkey", u32),
+    ]
 
 
 class Mw(C.Structure):
@@ -110,14 +217,34 @@ class MwBind(C.Structure):
 
 
 class QpHead(C.Structure):
-    _fields_ = [("context", vp), ("qp_context", vp), ("pd", vp), ("send_cq", vp), ("recv_cq", vp), ("srq", vp),
-                ("handle", u32), ("qp_num", u32), ("state", C.c_int), ("qp_type", C.c_int)]
+    _fields_ = [
+        ("context", vp),
+        ("qp_context", vp),
+        ("pd", vp),
+        ("send_cq", vp),
+        ("recv_cq", vp),
+        ("srq", vp),
+        ("handle", u32),
+        ("qp_num", u32),
+        ("state", C.c_int),
+        ("qp_type", C.c_int),
+    ]
 
 
 class PortAttr(C.Structure):
-    _fields_ = [("state", C.c_int), ("max_mtu", C.c_int), ("active_mtu", C.c_int), ("gid_tbl_len", C.c_int),
-                ("caps", u32), ("max_msg_sz", u32), ("bad_pkey", u32), ("qkey_viol", u32), ("pkey_len", u16),
-                ("lid", u16), ("rest", u8 * 16)]
+    _fields_ = [
+        ("state", C.c_int),
+        ("max_mtu", C.c_int),
+        ("active_mtu", C.c_int),
+        ("gid_tbl_len", C.c_int),
+        ("caps", u32),
+        ("max_msg_sz", u32),
+        ("bad_pkey", u32),
+        ("qkey_viol", u32),
+        ("pkey_len", u16),
+        ("lid", u16),
+        ("rest", u8 * 16),
+    ]
 
 
 class DvPd(C.Structure):
@@ -145,6 +272,7 @@ def library_path():
     if p:
         return p
     from importlib.resources import files
+
     return str(files("ucx_memh_ib_mlx5._soft") / "libsoftmlx5.so")
 
 
@@ -242,26 +370,65 @@ def bits_get(buf, off, width):
 MODE_MTT, MODE_KLM, MODE_KSM = 1, 2, 3
 
 
-def mkey_mailbox(pdn, mode, entries, start, length, *, a=0, rw=1, rr=1, lw=1, lr=1, qpn=0xFFFFFF, tag=0,
-                 log_entity=0, octwords=None, actual=None, free=0, umr_en=0, pad=True, **extra):
+def mkey_mailbox(
+    pdn,
+    mode,
+    entries,
+    start,
+    length,
+    *,
+    a=0,
+    rw=1,
+    rr=1,
+    lw=1,
+    lr=1,
+    qpn=0xFFFFFF,
+    tag=0,
+    log_entity=0,
+    octwords=None,
+    actual=None,
+    free=0,
+    umr_en=0,
+    pad=True,
+    **extra,
+):
     n = len(entries)
     padded = (n + 3) & ~3 if mode == MODE_KLM and pad else n
     head = bytearray(272)
-    fields = [(0, 16, 0x200), (0x81, 1, free), (0x83, 3, mode >> 2), (0x90, 1, umr_en), (0x91, 1, a),
-              (0x92, 1, rw), (0x93, 1, rr), (0x94, 1, lw), (0x95, 1, lr), (0x96, 2, mode & 3), (0xA0, 24, qpn),
-              (0xB8, 8, tag), (0xE8, 24, pdn), (0x100, 64, start), (0x140, 64, length),
-              (0x220, 32, padded if octwords is None else octwords), (0x25B, 5, log_entity),
-              (0x300, 32, padded if actual is None else actual)]
+    fields = [
+        (0, 16, 0x200),
+        (0x81, 1, free),
+        (0x83, 3, mode >> 2),
+        (0x90, 1, umr_en),
+        (0x91, 1, a),
+        (0x92, 1, rw),
+        (0x93, 1, rr),
+        (0x94, 1, lw),
+        (0x95, 1, lr),
+        (0x96, 2, mode & 3),
+        (0xA0, 24, qpn),
+        (0xB8, 8, tag),
+        (0xE8, 24, pdn),
+        (0x100, 64, start),
+        (0x140, 64, length),
+        (0x220, 32, padded if octwords is None else octwords),
+        (0x25B, 5, log_entity),
+        (0x300, 32, padded if actual is None else actual),
+    ]
     for off, width, value in fields + list(extra.get("raw", [])):
         bits_set(head, off, width, value)
-    body = b"".join(ln.to_bytes(4, "big") + key.to_bytes(4, "big") + addr.to_bytes(8, "big")
-                    for ln, key, addr in entries)
+    body = b"".join(
+        ln.to_bytes(4, "big") + key.to_bytes(4, "big") + addr.to_bytes(8, "big")
+        for ln, key, addr in entries
+    )
     return bytes(head) + body + bytes(16 * (padded - n))
 
 
 class Refused(Exception):
     def __init__(self, err, status, syndrome):
-        super().__init__(f"errno {errno.errorcode.get(err, err)} status {status:#x} syndrome {syndrome:#x}")
+        super().__init__(
+            f"errno {errno.errorcode.get(err, err)} status {status:#x} syndrome {syndrome:#x}"
+        )
         self.err, self.status, self.syndrome = err, status, syndrome
 
 
@@ -358,11 +525,15 @@ class Device:
         return rc
 
     def mkey(self, mode, entries, start, length, *, outlen=16, pdn=None, tag=0, **kw):
-        box = mkey_mailbox(self.pdn if pdn is None else pdn, mode, entries, start, length, tag=tag, **kw)
+        box = mkey_mailbox(
+            self.pdn if pdn is None else pdn, mode, entries, start, length, tag=tag, **kw
+        )
         return Mkey(self.ctx, box, tag, outlen)
 
     def klm(self, entries, start, **kw):
-        return self.mkey(MODE_KLM, entries, start, kw.pop("length", sum(e[0] for e in entries)), **kw)
+        return self.mkey(
+            MODE_KLM, entries, start, kw.pop("length", sum(e[0] for e in entries)), **kw
+        )
 
     def qp(self, **kw):
         q = Qp(self, **kw)
@@ -378,7 +549,9 @@ class Device:
             assert k >= 0, k
             got += [Wc.from_buffer_copy(wc[i]) for i in range(k)]
             if not k and time.monotonic() > end:
-                raise TimeoutError(f"{len(got)} of {n} completions: {[(w.wr_id, w.status) for w in got]}")
+                raise TimeoutError(
+                    f"{len(got)} of {n} completions: {[(w.wr_id, w.status) for w in got]}"
+                )
         return got
 
     def poll_none(self, seconds=0.05):
@@ -426,20 +599,41 @@ class Qp:
         return modify_qp(self.qp, C.byref(QpAttr(**kw)), mask)
 
     def init(self):
-        rc = self.modify(M_STATE | M_PKEY | M_PORT | M_ACCESS, qp_state=INIT, port_num=1, access=self.access)
+        rc = self.modify(
+            M_STATE | M_PKEY | M_PORT | M_ACCESS, qp_state=INIT, port_num=1, access=self.access
+        )
         assert rc == 0, rc
 
     def rtr(self, address, by_lid=False, psn=0, min_rnr=1):
         gid, lid, num = address
-        ah = Ah(port_num=1, is_global=0 if by_lid else 1, dlid=lid, grh=Grh(dgid=Gid(raw=(u8 * 16)(*gid))))
-        rc = self.modify(M_STATE | M_AV | M_MTU | M_DQPN | M_RQPSN | M_MAXDRD | M_MINRNR, qp_state=RTR,
-                         path_mtu=5, dest_qp_num=num, rq_psn=psn, max_dest_rd_atomic=16, min_rnr_timer=min_rnr,
-                         ah=ah)
+        ah = Ah(
+            port_num=1,
+            is_global=0 if by_lid else 1,
+            dlid=lid,
+            grh=Grh(dgid=Gid(raw=(u8 * 16)(*gid))),
+        )
+        rc = self.modify(
+            M_STATE | M_AV | M_MTU | M_DQPN | M_RQPSN | M_MAXDRD | M_MINRNR,
+            qp_state=RTR,
+            path_mtu=5,
+            dest_qp_num=num,
+            rq_psn=psn,
+            max_dest_rd_atomic=16,
+            min_rnr_timer=min_rnr,
+            ah=ah,
+        )
         assert rc == 0, rc
 
     def rts(self, timeout=10, retry=7, rnr=7, psn=0):
-        rc = self.modify(M_STATE | M_TIMEOUT | M_RETRY | M_RNR | M_SQPSN | M_MAXRD, qp_state=RTS,
-                         timeout=timeout, retry_cnt=retry, rnr_retry=rnr, sq_psn=psn, max_rd_atomic=16)
+        rc = self.modify(
+            M_STATE | M_TIMEOUT | M_RETRY | M_RNR | M_SQPSN | M_MAXRD,
+            qp_state=RTS,
+            timeout=timeout,
+            retry_cnt=retry,
+            rnr_retry=rnr,
+            sq_psn=psn,
+            max_rd_atomic=16,
+        )
         assert rc == 0, rc
 
     def connect(self, address, **kw):
@@ -485,8 +679,11 @@ class Qp:
 
     def bind(self, mw, new_rkey, mr, addr, length, access, flags=SIGNALED, wr_id=0):
         w = SendWr(wr_id=wr_id, opcode=BIND_MW, flags=flags)
-        w.bind = _Bind(C.addressof(mw.contents), new_rkey,
-                       MwBindInfo(C.addressof(mr.contents) if mr else None, addr, length, access))
+        w.bind = _Bind(
+            C.addressof(mw.contents),
+            new_rkey,
+            MwBindInfo(C.addressof(mr.contents) if mr else None, addr, length, access),
+        )
         return self.post_wr(w)
 
     def destroy(self):

@@ -20,13 +20,19 @@ NEWER = {"MLX5_1.25"}
 
 def exported(path):
     out = subprocess.run(["readelf", "-W", "--dyn-syms", path], capture_output=True, text=True)
-    return set(re.findall(r"(?:FUNC|OBJECT)\s+GLOBAL\s+DEFAULT\s+(?!UND)\S+\s+(\S+?@@?\S+)", out.stdout))
+    return set(
+        re.findall(r"(?:FUNC|OBJECT)\s+GLOBAL\s+DEFAULT\s+(?!UND)\S+\s+(\S+?@@?\S+)", out.stdout)
+    )
 
 
 def nodes(path):
     out = subprocess.run(["readelf", "-W", "-V", path], capture_output=True, text=True).stdout
     out = out.split("Version definition section")[1].split("Version needs section")[0]
-    return set(re.findall(r"Name: (\S+)", out)) - {"libsoftmlx5.so", "libibverbs.so.1", "libmlx5.so.1"}
+    return set(re.findall(r"Name: (\S+)", out)) - {
+        "libsoftmlx5.so",
+        "libibverbs.so.1",
+        "libmlx5.so.1",
+    }
 
 
 needs_readelf = pytest.mark.skipif(not shutil.which("readelf"), reason="no readelf")
@@ -64,15 +70,26 @@ def test_own_soname_libc_only_and_no_inner_binding():
 def test_structures_have_the_size_of_the_headers(tmp_path):
     if not shutil.which("gcc") or not Path("/usr/include/infiniband/verbs.h").exists():
         pytest.skip("no compiler or headers")
-    pairs = {"ibv_send_wr": sm5.SendWr, "ibv_recv_wr": sm5.RecvWr, "ibv_wc": sm5.Wc, "ibv_mr": sm5.Mr,
-             "ibv_qp_attr": sm5.QpAttr, "ibv_qp_init_attr": sm5.QpInit, "ibv_mw": sm5.Mw,
-             "ibv_port_attr": sm5.PortAttr, "ibv_mw_bind": sm5.MwBind}
+    pairs = {
+        "ibv_send_wr": sm5.SendWr,
+        "ibv_recv_wr": sm5.RecvWr,
+        "ibv_wc": sm5.Wc,
+        "ibv_mr": sm5.Mr,
+        "ibv_qp_attr": sm5.QpAttr,
+        "ibv_qp_init_attr": sm5.QpInit,
+        "ibv_mw": sm5.Mw,
+        "ibv_port_attr": sm5.PortAttr,
+        "ibv_mw_bind": sm5.MwBind,
+    }
     src = tmp_path / "s.c"
     body = "".join(f'printf("%zu\\n", sizeof(struct {n}));' for n in pairs)
-    src.write_text("#include <infiniband/verbs.h>\n#include <stdio.h>\n"
-                   "int main(void) {" + body + "return 0; }")
+    src.write_text(
+        "#include <infiniband/verbs.h>\n#include <stdio.h>\nint main(void) {" + body + "return 0; }"
+    )
     subprocess.run(["gcc", src, "-o", tmp_path / "s"], check=True)
-    out = subprocess.run([tmp_path / "s"], capture_output=True, text=True, check=True).stdout.split()
+    out = subprocess.run(
+        [tmp_path / "s"], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert [int(x) for x in out] == [C.sizeof(t) for t in pairs.values()]
 
 
@@ -91,8 +108,12 @@ def tool(name):
 
 
 def test_ibv_devices(links):
-    p = subprocess.run([tool("ibv_devices")], env={**links, "SOFTMLX5_DEVICES": "2"},
-                       capture_output=True, text=True)
+    p = subprocess.run(
+        [tool("ibv_devices")],
+        env={**links, "SOFTMLX5_DEVICES": "2"},
+        capture_output=True,
+        text=True,
+    )
     assert p.returncode == 0 and not p.stderr
     guids = re.findall(r"softmlx5_\d\s+([0-9a-f]{16})", p.stdout)
     assert len(guids) == 2 and guids[0] != guids[1]
@@ -125,12 +146,15 @@ def test_ibv_rc_pingpong(links, options):
 
 
 def test_no_output_no_files(tmp_path):
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); from sm5 import *\n"
-            "d = Device(); qa, qb = pair(d); b = Buf(64); m = d.reg(b)\n"
-            "assert qa.run(READ, [(b.addr, 8, m.contents.lkey)], b.addr, 0xdead) == REM_ACCESS\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from sm5 import *\n"
+        "d = Device(); qa, qb = pair(d); b = Buf(64); m = d.reg(b)\n"
+        "assert qa.run(READ, [(b.addr, 8, m.contents.lkey)], b.addr, 0xdead) == REM_ACCESS\n"
+    )
     before = set(os.listdir("/dev/shm")), set(os.listdir("/tmp"))
-    p = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], capture_output=True,
-                       cwd=tmp_path)
+    p = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent)], capture_output=True, cwd=tmp_path
+    )
     assert (p.returncode, p.stdout, p.stderr) == (0, b"", b"")
     assert not os.listdir(tmp_path)
     assert set(os.listdir("/dev/shm")) <= before[0]

@@ -10,9 +10,32 @@ import time
 import pytest
 
 from softmlx5 import sm5
-from softmlx5.sm5 import (CAS, ERR, FAA, FLUSH, INLINE, LOC_LEN, OK, READ, REM_ACCESS, REM_INV_REQ, REM_OP,
-                          RESET, RETRY_EXC, RNR_EXC, RTS, SEND, SEND_IMM, SIGNALED, SOLICITED, WRITE,
-                          WRITE_IMM, Buf, Cap, QpInit)
+from softmlx5.sm5 import (
+    CAS,
+    ERR,
+    FAA,
+    FLUSH,
+    INLINE,
+    LOC_LEN,
+    OK,
+    READ,
+    REM_ACCESS,
+    REM_INV_REQ,
+    REM_OP,
+    RESET,
+    RETRY_EXC,
+    RNR_EXC,
+    RTS,
+    SEND,
+    SEND_IMM,
+    SIGNALED,
+    SOLICITED,
+    WRITE,
+    WRITE_IMM,
+    Buf,
+    Cap,
+    QpInit,
+)
 
 
 @pytest.fixture(params=["auto", "socket"])
@@ -20,7 +43,7 @@ def both(request, dev, loop):
     """The loop, over the direct path and over the slow one; they must not differ."""
     sm5.setting("path", request.param)
     qa, qb, a, b, ma, mb = loop
-    for q, p in ((qa, qb), (qb, qa)):
+    for q in (qa, qb):
         q.reset()
     for q, p in ((qa, qb), (qb, qa)):
         q.connect(p.address)
@@ -29,7 +52,7 @@ def both(request, dev, loop):
 
 @pytest.mark.parametrize("n", [1, 7, 8, 4096, 4097, 131072, 131073, 262144, 262145, 1 << 20])
 def test_read_write_sizes(both, n):
-    qa, qb, a, b, lkey, rkey = both
+    qa, _qb, a, b, lkey, rkey = both
     data = os.urandom(n)
     a.write(data)
     assert qa.run(WRITE, [(a.addr, n, lkey)], b.addr + b.size - n, rkey) == OK
@@ -40,7 +63,7 @@ def test_read_write_sizes(both, n):
 
 
 def test_scatter_lists(both):
-    qa, qb, a, b, lkey, rkey = both
+    qa, _qb, a, b, lkey, rkey = both
     a.write(bytes(range(200)))
     sges = [(a.addr + 150, 50, lkey), (a.addr, 0, 0), (a.addr, 100, lkey), (a.addr + 100, 50, lkey)]
     assert qa.run(WRITE, sges, b.addr, rkey) == OK
@@ -51,7 +74,7 @@ def test_scatter_lists(both):
 
 
 def test_atomics(both):
-    qa, qb, a, b, lkey, rkey = both
+    qa, _qb, a, b, lkey, rkey = both
     b.u64().value = 2**64 - 2
     sge = [(a.addr, 8, lkey)]
     assert qa.run(FAA, sge, b.addr, rkey, add=5) == OK
@@ -64,7 +87,7 @@ def test_atomics(both):
 
 
 def test_completions_say_what_they_are(both):
-    qa, qb, a, b, lkey, rkey = both
+    qa, _qb, a, b, lkey, rkey = both
     sge = [(a.addr, 8, lkey)]
     for op, opcode, n in ((READ, 2, 8), (WRITE, 1, 0), (CAS, 3, 8), (FAA, 4, 8)):
         qa.post(op, sge, b.addr, rkey, wr_id=op + 100)
@@ -86,7 +109,12 @@ def test_send_receive(both):
     qa.post(WRITE_IMM, [(a.addr, 16, lkey)], b.addr + 8192, rkey, wr_id=12, imm=77)
     got = {(w.wr_id): w for w in qa.dev.poll(6)}
     assert all(w.status == OK for w in got.values())
-    assert (got[1].opcode, got[1].byte_len, got[1].src_qp, got[1].qp_num) == (128, 300000, qa.num, qb.num)
+    assert (got[1].opcode, got[1].byte_len, got[1].src_qp, got[1].qp_num) == (
+        128,
+        300000,
+        qa.num,
+        qb.num,
+    )
     assert b.read(0, 100) + b.read(1000, 7092) == a.read(0, 7192)
     assert b.read(8192 + 16, 300000 - 7308) == a.read(7308, 300000 - 7308)  # beyond the later write
     assert (got[2].flags & 2, got[2].imm) == (2, 0xDEADBEEF)
@@ -95,9 +123,11 @@ def test_send_receive(both):
 
 
 def test_inline_data_is_taken_at_the_post(both):
-    qa, qb, a, b, lkey, rkey = both
+    qa, _qb, a, b, lkey, rkey = both
     a.write(b"first")
-    w = qa.wr(WRITE, [(a.addr, 2, 0), (a.addr + 2, 3, 0xBAD)], b.addr, rkey, flags=SIGNALED | INLINE)
+    w = qa.wr(
+        WRITE, [(a.addr, 2, 0), (a.addr + 2, 3, 0xBAD)], b.addr, rkey, flags=SIGNALED | INLINE
+    )
     assert qa.post_wr(w) == 0
     a.write(b"XXXXX")
     assert qa.dev.poll(1)[0].status == OK
@@ -108,11 +138,18 @@ def test_inline_data_is_taken_at_the_post(both):
 
 
 def test_order_and_unsignaled(both):
-    """Writes land in order, whoever is signaled; one signaled completion stands for all before it."""
-    qa, qb, a, b, lkey, rkey = both
+    """Writes land in order; one signaled completion stands for all before it."""
+    qa, _qb, a, b, lkey, rkey = both
     for i in range(200):
         a.u64(8 * i).value = i
-        qa.post(WRITE, [(a.addr + 8 * i, 8, lkey)], b.addr, rkey, wr_id=i, flags=SIGNALED if i == 199 else 0)
+        qa.post(
+            WRITE,
+            [(a.addr + 8 * i, 8, lkey)],
+            b.addr,
+            rkey,
+            wr_id=i,
+            flags=SIGNALED if i == 199 else 0,
+        )
     assert [w.wr_id for w in qa.dev.poll(1)] == [199]
     assert b.u64().value == 199
     qa.dev.poll_none()
@@ -129,7 +166,7 @@ def test_loopback_to_itself(dev):
     assert [w.status for w in dev.poll(2)] == [OK, OK]
 
 
-# ---- queue limits -----------------------------------------------------------------------------------
+# ---- queue limits ----
 
 
 def test_send_queue_depth_is_given_back_by_polling(dev):
@@ -138,8 +175,10 @@ def test_send_queue_depth_is_given_back_by_polling(dev):
     qb.connect(qa.address)
     b = Buf(4096)
     key = dev.reg(b).contents.lkey
-    w = [qa.wr(READ, [(b.addr, 8, key)], b.addr, key, wr_id=i, flags=SIGNALED if i == 3 else 0)
-         for i in range(4)]
+    w = [
+        qa.wr(READ, [(b.addr, 8, key)], b.addr, key, wr_id=i, flags=SIGNALED if i == 3 else 0)
+        for i in range(4)
+    ]
     for x in w:
         assert qa.post_wr(x) == 0
     time.sleep(0.02)
@@ -185,7 +224,7 @@ def dev_async_fd(dev):
 
 
 def test_resize_cq_keeps_what_is_there(dev, loop):
-    qa, qb, a, b, ma, mb = loop
+    qa, _qb, _a, _b, _ma, _mb = loop
     for i in range(5):
         qa.post(READ, [], 0, 0, wr_id=i)
     time.sleep(0.05)
@@ -196,7 +235,7 @@ def test_resize_cq_keeps_what_is_there(dev, loop):
     assert [w.wr_id for w in dev.poll(4)] == [1, 2, 3, 4]
 
 
-# ---- errors -------------------------------------------------------------------------------------------
+# ---- errors ----
 
 
 def test_remote_access_error_takes_both_ends(both):
@@ -211,8 +250,15 @@ def test_remote_access_error_takes_both_ends(both):
     qa.post(WRITE, sge, b.addr, rkey, wr_id=3, flags=0)
     got = qa.dev.poll(6)
     assert [(w.wr_id, w.status) for w in got if w.qp_num == qa.num and w.wr_id < 50] == [
-        (1, OK), (2, REM_ACCESS), (3, FLUSH)]
-    assert sorted((w.wr_id, w.status) for w in got if w.wr_id >= 50) == [(50, FLUSH), (51, FLUSH), (60, FLUSH)]
+        (1, OK),
+        (2, REM_ACCESS),
+        (3, FLUSH),
+    ]
+    assert sorted((w.wr_id, w.status) for w in got if w.wr_id >= 50) == [
+        (50, FLUSH),
+        (51, FLUSH),
+        (60, FLUSH),
+    ]
     assert next(w for w in got if w.wr_id == 2).vendor_err == 0x88
     assert (qa.state, qb.state) == (ERR, ERR)
     assert sm5.stat("naks") == naks + 1
@@ -246,10 +292,10 @@ def test_receive_too_small(both):
 
 
 def test_receive_into_what_is_not_ours(both):
-    qa, qb, a, b, lkey, rkey = both
+    qa, qb, a, b, lkey, _rkey = both
     qb.post_recv([(b.addr, 8, 0xBAD00)], wr_id=1)
     qa.post(SEND, [(a.addr, 8, lkey)], wr_id=2)
-    got = dict((w.wr_id, w.status) for w in qa.dev.poll(2))
+    got = {w.wr_id: w.status for w in qa.dev.poll(2)}
     assert got[2] == REM_OP and got[1] != OK
     assert (qa.state, qb.state) == (ERR, ERR)
 
@@ -311,7 +357,7 @@ def test_sender_may_be_first(dev):
 
 
 def test_old_incarnation_is_not_mixed_up(dev, loop):
-    """One end is reset and reconnected to somebody new: the other's connection is over, not inherited."""
+    """One end is reconnected to somebody new: the other's connection is over."""
     qa, qb, a, b, ma, mb = loop
     qc = dev.qp()
     sge = [(a.addr, 8, ma.contents.lkey)]
@@ -324,7 +370,7 @@ def test_old_incarnation_is_not_mixed_up(dev, loop):
     assert qc.run(READ, sge, b.addr, mb.contents.rkey) == OK
 
 
-# ---- states ---------------------------------------------------------------------------------------------
+# ---- states ----
 
 
 def test_transitions_are_checked(dev):
@@ -334,7 +380,9 @@ def test_transitions_are_checked(dev):
     mask = sm5.M_STATE | sm5.M_PKEY | sm5.M_PORT | sm5.M_ACCESS
     assert q.modify(mask, qp_state=sm5.INIT, port_num=2) == errno.EINVAL
     assert q.modify(mask | sm5.M_QKEY, qp_state=sm5.INIT, port_num=1) == errno.EINVAL
-    assert q.modify(mask | sm5.M_CUR, qp_state=sm5.INIT, port_num=1, cur_qp_state=RTS) == errno.EINVAL
+    assert (
+        q.modify(mask | sm5.M_CUR, qp_state=sm5.INIT, port_num=1, cur_qp_state=RTS) == errno.EINVAL
+    )
     assert q.post_wr(q.wr(READ)) == errno.EINVAL
     q.init()
     assert q.post_wr(q.wr(READ)) == errno.EINVAL
@@ -351,7 +399,7 @@ def test_transitions_are_checked(dev):
 
 
 def test_drained_state_holds_requests_back(dev, loop):
-    qa, qb, a, b, ma, mb = loop
+    qa, _qb, _a, _b, _ma, _mb = loop
     assert qa.run(READ, [], 0, 0) == OK
     assert qa.modify(qp_state=sm5.SQD) == 0
     qa.post(READ, [], 0, 0, wr_id=3)
@@ -361,7 +409,7 @@ def test_drained_state_holds_requests_back(dev, loop):
 
 
 def test_error_by_request_flushes(dev, loop):
-    qa, qb, *_ = loop
+    qa, _qb, *_ = loop
     qa.post_recv(wr_id=1)
     qa.error()
     assert [(w.wr_id, w.status) for w in dev.poll(1)] == [(1, FLUSH)]
@@ -378,15 +426,20 @@ def test_children_keep_their_parents(dev):
 
 
 def test_create_qp_limits(dev):
-    for change in ({"qp_type": 4}, {"send_cq": None}, {"cap": Cap(1 << 20, 1, 1, 1, 0)},
-                   {"cap": Cap(1, 1, 31, 1, 0)}, {"cap": Cap(1, 1, 1, 1, 4096)}):
+    for change in (
+        {"qp_type": 4},
+        {"send_cq": None},
+        {"cap": Cap(1 << 20, 1, 1, 1, 0)},
+        {"cap": Cap(1, 1, 31, 1, 0)},
+        {"cap": Cap(1, 1, 1, 1, 4096)},
+    ):
         init = QpInit(None, dev.cq, dev.cq, None, Cap(1, 1, 1, 1, 0), 2, 0)
         for k, v in change.items():
             setattr(init, k, v)
         assert not sm5.create_qp(dev.pd, sm5.C.byref(init))
 
 
-# ---- completion events ------------------------------------------------------------------------------------
+# ---- completion events ----
 
 
 def test_completion_events():
@@ -429,7 +482,7 @@ def take_event(dev):
     sm5.ack_cq_events(dev.cq, 1)
 
 
-# ---- many at once -------------------------------------------------------------------------------------------
+# ---- many at once ----
 
 
 def test_threads_on_their_own_queue_pairs(dev):
@@ -465,7 +518,7 @@ def test_threads_on_their_own_queue_pairs(dev):
 
 
 def test_two_contexts_of_one_process(dev, dev2):
-    qa, qb = sm5.pair(dev, dev2)
+    qa, _qb = sm5.pair(dev, dev2)
     a, b = Buf(1 << 16, 1), Buf(1 << 16, 2)
     ka, kb = dev.reg(a).contents.lkey, dev2.reg(b).contents.rkey
     assert qa.run(READ, [(a.addr, 1 << 16, ka)], b.addr, kb) == OK

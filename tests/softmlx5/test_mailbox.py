@@ -16,7 +16,9 @@ ENTRY = [(4096, 0x1234, 0x10000)]
 def refusal(dev, **kw):
     args = {"mode": MODE_KLM, "entries": ENTRY, "start": 0, "length": 4096, **kw}
     with pytest.raises(Refused) as e:
-        dev.mkey(args.pop("mode"), args.pop("entries"), args.pop("start"), args.pop("length"), **args)
+        dev.mkey(
+            args.pop("mode"), args.pop("entries"), args.pop("start"), args.pop("length"), **args
+        )
     assert e.value.err == errno.EREMOTEIO
     assert e.value.syndrome
     return e.value
@@ -102,11 +104,31 @@ def test_query_mkey_gives_the_context_back(dev):
     out = C.create_string_buffer(80)
     assert sm5.obj_query(k.obj, bytes(q), 16, out, 80) == 0
     mkc = out.raw[16:]
-    got = {n: sm5.bits_get(mkc, *at) for n, at in {
-        "a": (0x11, 1), "rw": (0x12, 1), "rr": (0x13, 1), "mode": (0x16, 2), "qpn": (0x20, 24),
-        "tag": (0x38, 8), "pd": (0x68, 24), "start": (0x80, 64), "len": (0xC0, 64)}.items()}
-    assert got == {"a": 1, "rw": 0, "rr": 1, "mode": 2, "qpn": 0x77, "tag": 0x5A, "pd": dev.pdn,
-                   "start": 0x123456789000, "len": 4096}
+    got = {
+        n: sm5.bits_get(mkc, *at)
+        for n, at in {
+            "a": (0x11, 1),
+            "rw": (0x12, 1),
+            "rr": (0x13, 1),
+            "mode": (0x16, 2),
+            "qpn": (0x20, 24),
+            "tag": (0x38, 8),
+            "pd": (0x68, 24),
+            "start": (0x80, 64),
+            "len": (0xC0, 64),
+        }.items()
+    }
+    assert got == {
+        "a": 1,
+        "rw": 0,
+        "rr": 1,
+        "mode": 2,
+        "qpn": 0x77,
+        "tag": 0x5A,
+        "pd": dev.pdn,
+        "start": 0x123456789000,
+        "len": 4096,
+    }
     assert k.destroy() == 0
 
 
@@ -209,7 +231,13 @@ def test_faults(dev):
     assert e.value.errno == errno.ENOMEM
     assert dev.dereg(mr) == errno.EBUSY
     assert dev.dereg(mr) == 0
-    for bad in ("nonsense", "create_mkey", "create_mkey:status=x", "create_mkey:after=1", "foo:errno=1"):
+    for bad in (
+        "nonsense",
+        "create_mkey",
+        "create_mkey:status=x",
+        "create_mkey:after=1",
+        "foo:errno=1",
+    ):
         assert sm5.fault(bad) == errno.EINVAL
     k2.destroy()
 

@@ -64,7 +64,7 @@ def test_slow_path_by_choice_of_either(dev, remote, local, n, who):
 
 
 def test_owner_without_ptrace_rights(dev, remote, local):
-    """Another user's process may not look into ours: everything works, through the bounce buffers."""
+    """Another user may not look into our process: the bounce buffers do it all."""
     if os.geteuid():
         pytest.skip("needs root to become somebody else")
     r = remote(first="os.setgid(65534); os.setuid(65533)")
@@ -85,7 +85,7 @@ def test_configuration_from_the_environment(dev, remote, local):
         r.w("dev.reg(buf)")
 
 
-# ---- death ---------------------------------------------------------------------------------------------
+# ---- death ----
 
 
 @pytest.mark.parametrize("path", ["auto", "socket"])
@@ -101,7 +101,12 @@ def test_killed_owner_is_noticed(dev, remote, local, path):
     r.w.kill()
     got = dev.poll(4)
     assert time.monotonic() - t < 1
-    assert [(w.wr_id, w.status) for w in got] == [(0, RETRY_EXC), (1, FLUSH), (2, FLUSH), (9, FLUSH)]
+    assert [(w.wr_id, w.status) for w in got] == [
+        (0, RETRY_EXC),
+        (1, FLUSH),
+        (2, FLUSH),
+        (9, FLUSH),
+    ]
     assert r.q.state == ERR
 
 
@@ -142,8 +147,10 @@ def test_killed_initiator_leaves_the_owner_usable(dev, worker):
     gid, lid, num = w("q.address")
     q.connect((bytes(gid), lid, num))
     w(f"q.connect((bytes({list(q.address[0])}), {q.address[1]}, {q.num}))")
-    w(f"[q.post(READ, [(buf.addr, 64 << 20, mr.contents.lkey)], {buf.addr}, {mr.contents.rkey})"
-      " for _ in range(8)]")
+    w(
+        f"[q.post(READ, [(buf.addr, 64 << 20, mr.contents.lkey)], {buf.addr}, {mr.contents.rkey})"
+        " for _ in range(8)]"
+    )
     w.kill()
     assert dev.dereg(mr) == 0
     assert q.state == RTS
@@ -159,7 +166,9 @@ def test_killed_initiator_leaves_the_owner_usable(dev, worker):
 def test_stopped_owner_is_slow_not_dead(dev, remote, local):
     r = remote()
     b, lkey = local
-    assert r.q.run(READ, [(b.addr, 8, lkey)], r.addr, r.rkey) == OK  # connected: the retry clock is off
+    assert (
+        r.q.run(READ, [(b.addr, 8, lkey)], r.addr, r.rkey) == OK
+    )  # connected: the retry clock is off
     os.kill(r.w.pid, signal.SIGSTOP)
     os.waitpid(r.w.pid, os.WUNTRACED)  # really stopped
     r.q.post(READ, [(b.addr, 8, lkey)], r.addr, r.rkey)
@@ -180,7 +189,7 @@ def test_nothing_is_left(dev, remote, local):
     sm5.wait_for(lambda: (len(os.listdir("/proc/self/fd")), sm5.stat("flows.live")) == before)
 
 
-# ---- fork, exec, exit ---------------------------------------------------------------------------------------
+# ---- fork, exec, exit ----
 
 
 def in_child(f):
@@ -197,13 +206,14 @@ def in_child(f):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_is_refused(dev, loop):
-    qa, qb, a, b, ma, mb = loop
+    qa, _qb, a, b, ma, mb = loop
     k = dev.klm([(4096, mb.contents.lkey, b.addr)], 0)
 
     def child():
         wc = (sm5.Wc * 1)()
         checks = [
-            qa.post_wr(qa.wr(READ, [(a.addr, 8, ma.contents.lkey)], b.addr, mb.contents.rkey)) == errno.EIO,
+            qa.post_wr(qa.wr(READ, [(a.addr, 8, ma.contents.lkey)], b.addr, mb.contents.rkey))
+            == errno.EIO,
             qa.post_recv() == errno.EIO,
             dev._poll(dev.cq, 1, wc) < 0,
             not sm5.reg_mr(dev.pd, a.addr, 4096, a.addr, 0) and ctypes.get_errno() == errno.EIO,
@@ -222,12 +232,14 @@ def test_forked_child_is_refused(dev, loop):
         return checks.index(False) + 1 if False in checks else 0
 
     assert in_child(child) == 0
-    assert qa.run(READ, [(a.addr, 8, ma.contents.lkey)], 0, k.key) == OK  # the parent noticed nothing
+    assert (
+        qa.run(READ, [(a.addr, 8, ma.contents.lkey)], 0, k.key) == OK
+    )  # the parent noticed nothing
     k.destroy()
 
 
 def test_owner_with_a_forked_child_dies_at_once_for_us(dev, remote, local):
-    """A child that lives on must not hide its parent's end: by handler, and by a raw fork without any."""
+    """A child that lives on must not hide its parent's end, however it was forked."""
     for how in ("os.fork()", "ctypes.CDLL(None).syscall(57)"):
         r = remote()
         r.w("import ctypes, time, os")
@@ -244,11 +256,16 @@ def test_owner_with_a_forked_child_dies_at_once_for_us(dev, remote, local):
 
 def test_exit_and_exec_leave_quietly():
     for end in ("sys.exit(0)", "os._exit(0)", "os.execv('/bin/true', ['true'])"):
-        code = ("import sys, os; sys.path.insert(0, sys.argv[1]); from sm5 import *\n"
-                "d = Device(); qa, qb = pair(d); b = Buf(1 << 20); k = d.reg(b).contents.lkey\n"
-                "[qa.post(READ, [(b.addr, 1 << 20, k)], b.addr, k) for _ in range(20)]\n" + end)
-        p = subprocess.run([sys.executable, "-c", code, str(Path(__file__).parent)], capture_output=True,
-                           timeout=10)
+        code = (
+            "import sys, os; sys.path.insert(0, sys.argv[1]); from sm5 import *\n"
+            "d = Device(); qa, qb = pair(d); b = Buf(1 << 20); k = d.reg(b).contents.lkey\n"
+            "[qa.post(READ, [(b.addr, 1 << 20, k)], b.addr, k) for _ in range(20)]\n" + end
+        )
+        p = subprocess.run(
+            [sys.executable, "-c", code, str(Path(__file__).parent)],
+            capture_output=True,
+            timeout=10,
+        )
         assert (p.returncode, p.stdout, p.stderr) == (0, b"", b""), end
 
 

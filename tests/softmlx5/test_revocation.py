@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Once DESTROY_MKEY, LOCAL_INV or a deregistration has returned, nothing through the key touches memory."""
+"""Once DESTROY_MKEY, LOCAL_INV or a deregistration has returned, the key touches nothing."""
 
 import threading
 import time
@@ -49,7 +49,7 @@ def arrived():
 
 @pytest.mark.parametrize("held", [0, 1, 3])
 def test_destroy_waits_for_one_chunk_and_stops_the_rest(dev, big, held):
-    qa, qb, a, b, ma, mb, chunk = big
+    qa, _qb, a, b, ma, mb, chunk = big
     k = dev.klm([(b.size, mb.contents.lkey, b.addr)], 0)
     chunks = sm5.stat("chunks")
     gate(held)
@@ -76,8 +76,8 @@ def test_destroy_waits_for_one_chunk_and_stops_the_rest(dev, big, held):
 
 def test_window_invalidation_waits_too(dev, big):
     """LOCAL_INV on another, healthy queue pair of the same context."""
-    qa, qb, a, b, ma, mb, chunk = big
-    qc, qd = sm5.pair(dev)
+    qa, _qb, a, b, ma, mb, chunk = big
+    qc, _qd = sm5.pair(dev)
     init = sm5.DvMkeyInit(dev.pd, 1, 1)
     k = sm5.dv_create_mkey(sm5.C.byref(init))
     key = k.contents.rkey + 1
@@ -99,7 +99,7 @@ def test_window_invalidation_waits_too(dev, big):
 
 
 def test_dereg_of_the_target(dev, big):
-    qa, qb, a, b, ma, mb, chunk = big
+    qa, _qb, a, b, ma, mb, chunk = big
     gate(0)
     qa.post(READ, [(a.addr, a.size, ma.contents.lkey)], b.addr, mb.contents.rkey)
     arrived()
@@ -113,7 +113,7 @@ def test_dereg_of_the_target(dev, big):
 
 
 def test_dereg_of_the_initiators_own_buffer(dev):
-    qa, qb = sm5.pair(dev)
+    qa, _qb = sm5.pair(dev)
     a, b = Buf(4 * CHUNK, 0x11), Buf(4 * CHUNK, 0x22)
     ma, mb = dev.reg(a), dev.reg(b)
     gate(0)
@@ -131,8 +131,8 @@ def test_dereg_of_the_initiators_own_buffer(dev):
 
 
 def test_queued_requests_lose_their_local_key(dev):
-    """Two requests wait behind a gated one; the second's buffer goes: first done, second refused."""
-    qa, qb = sm5.pair(dev)
+    """Two requests wait behind a gated one; the second's buffer goes."""
+    qa, _qb = sm5.pair(dev)
     a, a2, b = Buf(4096, 1), Buf(4096, 1), Buf(4096, 2)
     ma, ma2, mb = dev.reg(a), dev.reg(a2), dev.reg(b)
     gate(0)
@@ -141,12 +141,17 @@ def test_queued_requests_lose_their_local_key(dev):
     arrived()
     assert dev.dereg(ma2) == 0  # nobody is copying for it: no wait
     gate("open")
-    assert [(w.wr_id, w.status) for w in dev.poll(4)] == [(0, OK), (1, OK), (2, LOC_PROT), (3, sm5.FLUSH)]
+    assert [(w.wr_id, w.status) for w in dev.poll(4)] == [
+        (0, OK),
+        (1, OK),
+        (2, LOC_PROT),
+        (3, sm5.FLUSH),
+    ]
     assert a2.read() == b"\1" * 4096
 
 
 def test_dereg_of_an_unrelated_key_does_not_wait(dev, big):
-    qa, qb, a, b, ma, mb, chunk = big
+    qa, _qb, a, b, ma, mb, _chunk = big
     other = Buf(4096)
     mo = dev.reg(other)
     gate(0)
@@ -160,7 +165,7 @@ def test_dereg_of_an_unrelated_key_does_not_wait(dev, big):
 @pytest.mark.parametrize("end", ["reset", "error", "destroy"])
 def test_ending_a_queue_pair_waits_for_its_chunk(dev, big, end):
     """After the call the initiator's buffer is the program's again."""
-    qa, qb, a, b, ma, mb, chunk = big
+    qa, _qb, a, b, ma, mb, _chunk = big
     gate(0)
     qa.post(READ, [(a.addr, a.size, ma.contents.lkey)], b.addr, mb.contents.rkey)
     arrived()
@@ -185,7 +190,12 @@ def test_no_late_write_in_many_races(dev, kind):
         qa, qb = sm5.pair(dev)
         mb = dev.reg(b)
         k = dev.klm([(b.size, mb.contents.lkey, b.addr)], 0) if kind == "klm" else None
-        qa.post(WRITE, [(a.addr, a.size, ma.contents.lkey)], 0 if k else b.addr, k.key if k else mb.contents.rkey)
+        qa.post(
+            WRITE,
+            [(a.addr, a.size, ma.contents.lkey)],
+            0 if k else b.addr,
+            k.key if k else mb.contents.rkey,
+        )
         time.sleep(i * 0.00005)
         assert (k.destroy() if k else dev.dereg(mb)) == 0
         b.fill(0x77)
@@ -201,7 +211,7 @@ def test_no_late_write_in_many_races(dev, kind):
 
 
 def test_reused_index_with_another_tag_is_another_key(dev):
-    qa, qb = sm5.pair(dev)
+    qa, _qb = sm5.pair(dev)
     b = Buf(4096)
     key = dev.reg(b).contents.lkey
     old = dev.klm([(4096, key, b.addr)], 0, tag=1)

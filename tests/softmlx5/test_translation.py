@@ -8,8 +8,25 @@ import os
 import pytest
 
 from softmlx5 import sm5
-from softmlx5.sm5 import (ALL, CAS, FAA, LOC_PROT, LW, MODE_KLM, MODE_KSM, MW_BIND, MWB, OK, RA, READ,
-                          REM_ACCESS, REM_INV_REQ, RR, RW, WRITE, Buf)
+from softmlx5.sm5 import (
+    ALL,
+    CAS,
+    FAA,
+    LOC_PROT,
+    LW,
+    MODE_KSM,
+    MW_BIND,
+    MWB,
+    OK,
+    RA,
+    READ,
+    REM_ACCESS,
+    REM_INV_REQ,
+    RR,
+    RW,
+    WRITE,
+    Buf,
+)
 
 
 def fresh(dev, **kw):
@@ -62,7 +79,12 @@ def test_direct_key_rights(dev, arena, access, read, write, atomic):
         ({"rr": 1, "rw": 0}, OK, REM_ACCESS, REM_ACCESS),
         ({"rr": 0, "rw": 1}, REM_ACCESS, OK, REM_ACCESS),
         ({"rr": 0, "rw": 0, "a": 1}, REM_ACCESS, REM_ACCESS, OK),
-        ({"rr": 1, "rw": 1, "lr": 0, "lw": 0}, OK, OK, REM_ACCESS),  # local rights are for local use
+        (
+            {"rr": 1, "rw": 1, "lr": 0, "lw": 0},
+            OK,
+            OK,
+            REM_ACCESS,
+        ),  # local rights are for local use
     ],
 )
 def test_indirect_key_rights(dev, arena, rights, read, write, atomic):
@@ -96,8 +118,15 @@ def test_values_that_are_no_key(dev, arena):
     far = arena[2]
     mr = dev.reg(far)
     k = dev.klm([(4096, mr.contents.lkey, far.addr)], 0, tag=0x11)
-    for key in (0, 0xFFFFFFFF, k.key ^ 1, k.key ^ 0x80, k.key + 256, (k.key + (1 << 31)) & 0xFFFFFFFF,
-                mr.contents.rkey + 1):
+    for key in (
+        0,
+        0xFFFFFFFF,
+        k.key ^ 1,
+        k.key ^ 0x80,
+        k.key + 256,
+        (k.key + (1 << 31)) & 0xFFFFFFFF,
+        mr.contents.rkey + 1,
+    ):
         assert attack(dev, arena, READ, 0, key) == REM_ACCESS, hex(key)
     assert attack(dev, arena, READ, 0, k.key) == OK
     k.destroy()
@@ -115,13 +144,23 @@ def test_free_key_is_no_key(dev, arena):
 @pytest.mark.parametrize("op", [READ, WRITE])
 @pytest.mark.parametrize(
     ("off", "n", "want"),
-    [(0, 1000, OK), (0, 1001, REM_ACCESS), (-1, 1, REM_ACCESS), (999, 1, OK), (999, 2, REM_ACCESS),
-     (1000, 1, REM_ACCESS), (500, 500, OK), (500, 501, REM_ACCESS), (299, 2, OK), (0, 300, OK)],
+    [
+        (0, 1000, OK),
+        (0, 1001, REM_ACCESS),
+        (-1, 1, REM_ACCESS),
+        (999, 1, OK),
+        (999, 2, REM_ACCESS),
+        (1000, 1, REM_ACCESS),
+        (500, 500, OK),
+        (500, 501, REM_ACCESS),
+        (299, 2, OK),
+        (0, 300, OK),
+    ],
 )
 def test_klm_exact_range(dev, arena, op, off, n, want):
-    """Three entries, out of order in memory; nothing beside them is touched, and nothing at all on a
+    """Three entries, out of order in memory. Nothing beside them is touched, nothing at all on a
     refusal."""
-    local, lkey, far = arena
+    local, _lkey, far = arena
     mr = dev.reg(far)
     parts = [(300, 5000), (77, 100), (623, 20001)]
     k = dev.klm([(ln, mr.contents.lkey, far.addr + at) for ln, at in parts], 0x70001)
@@ -130,7 +169,7 @@ def test_klm_exact_range(dev, arena, op, off, n, want):
     assert attack(dev, arena, op, 0x70001 + off, k.key, n) == want
     if op == READ:
         assert far.read() == before
-        expect = bytes(before[w] for w in where[off:off + n]) if want == OK else b"\xaa" * n
+        expect = bytes(before[w] for w in where[off : off + n]) if want == OK else b"\xaa" * n
         assert local.read(0, n) == expect
     else:
         expect = bytearray(before)
@@ -144,8 +183,14 @@ def test_direct_range_and_wrap(dev, arena):
     far = arena[2]
     mr = dev.reg(far, off=4096, n=8192)
     lo, hi = far.addr + 4096, far.addr + 4096 + 8192
-    for addr, n, want in ((lo, 8192, OK), (lo - 1, 2, REM_ACCESS), (hi - 1, 2, REM_ACCESS),
-                          (hi, 1, REM_ACCESS), (2**64 - 4, 8, REM_ACCESS), (0, 8, REM_ACCESS)):
+    for addr, n, want in (
+        (lo, 8192, OK),
+        (lo - 1, 2, REM_ACCESS),
+        (hi - 1, 2, REM_ACCESS),
+        (hi, 1, REM_ACCESS),
+        (2**64 - 4, 8, REM_ACCESS),
+        (0, 8, REM_ACCESS),
+    ):
         assert attack(dev, arena, READ, addr, mr.contents.rkey, n) == want, (addr - lo, n)
 
 
@@ -173,8 +218,15 @@ def test_ksm_as_ucx_builds_it(dev, arena):
     base = far.addr // page * page
     shift = far.addr - base
     n = (shift + far.size + page - 1) // page + 1
-    k = dev.mkey(MODE_KSM, [(page, mr.contents.lkey, base + i * page) for i in range(n)],
-                 0x10000000000, shift + far.size, log_entity=31, tag=3, a=1)
+    k = dev.mkey(
+        MODE_KSM,
+        [(page, mr.contents.lkey, base + i * page) for i in range(n)],
+        0x10000000000,
+        shift + far.size,
+        log_entity=31,
+        tag=3,
+        a=1,
+    )
     iova = 0x10000000000 + shift
     assert attack(dev, arena, READ, iova, k.key, 256) == OK
     assert arena[0].read(0, 256) == bytes(range(256))
@@ -187,8 +239,13 @@ def test_ksm_as_ucx_builds_it(dev, arena):
 def test_ksm_splits_at_entities(dev, arena):
     local, _, far = arena
     mr = dev.reg(far)
-    k = dev.mkey(MODE_KSM, [(0, mr.contents.lkey, far.addr + 8192), (0, mr.contents.lkey, far.addr)],
-                 0x4000, 8192, log_entity=12)
+    k = dev.mkey(
+        MODE_KSM,
+        [(0, mr.contents.lkey, far.addr + 8192), (0, mr.contents.lkey, far.addr)],
+        0x4000,
+        8192,
+        log_entity=12,
+    )
     far.fill(1, 8192, 4096)
     far.fill(2, 0, 4096)
     assert attack(dev, arena, READ, 0x4000 + 4000, k.key, 192) == OK
@@ -241,7 +298,7 @@ def test_bound_to_a_queue_pair(dev, arena):
     local, lkey, far = arena
     mr = dev.reg(far)
     qa, qb = fresh(dev)
-    qc, qd = fresh(dev)
+    qc, _qd = fresh(dev)
     k = dev.klm([(4096, mr.contents.lkey, far.addr)], 0, qpn=qb.num)
     assert qc.run(READ, [(local.addr, 8, lkey)], 0, k.key) == REM_ACCESS
     assert qa.run(READ, [(local.addr, 8, lkey)], 0, k.key) == OK
@@ -260,9 +317,12 @@ def test_atomics_are_aligned(dev, arena, addr_off):
 def test_queue_pair_rights(dev, arena):
     local, lkey, far = arena
     mr = dev.reg(far)
-    for access, want in ((RR, (OK, REM_INV_REQ, REM_INV_REQ)), (RW, (REM_INV_REQ, OK, REM_INV_REQ)),
-                         (RA, (REM_INV_REQ, REM_INV_REQ, OK))):
-        for op, w in zip((READ, WRITE, FAA), want):
+    for access, want in (
+        (RR, (OK, REM_INV_REQ, REM_INV_REQ)),
+        (RW, (REM_INV_REQ, OK, REM_INV_REQ)),
+        (RA, (REM_INV_REQ, REM_INV_REQ, OK)),
+    ):
+        for op, w in zip((READ, WRITE, FAA), want, strict=True):
             qa, qb = dev.qp(), dev.qp(access=access)
             qa.connect(qb.address)
             qb.connect(qa.address)
@@ -271,7 +331,7 @@ def test_queue_pair_rights(dev, arena):
             qb.destroy()
 
 
-# ---- the requester's own keys -------------------------------------------------------------------
+# ---- the requester's own keys ----
 
 
 @pytest.mark.parametrize(
@@ -290,13 +350,21 @@ def test_local_rights(dev, arena, op, access, want):
 def test_bad_local_key_completes_at_execution(dev, arena):
     local, lkey, far = arena
     mr = dev.reg(far)
-    for sge in ((local.addr, 8, 0), (local.addr, 8, lkey ^ 1), (local.addr - 1, 8, lkey),
-                (local.addr + local.size - 4, 8, lkey)):
+    for sge in (
+        (local.addr, 8, 0),
+        (local.addr, 8, lkey ^ 1),
+        (local.addr - 1, 8, lkey),
+        (local.addr + local.size - 4, 8, lkey),
+    ):
         qa, qb = fresh(dev)
         qa.post(READ, [(local.addr, 8, lkey)], far.addr, mr.contents.rkey, wr_id=1)
         qa.post(READ, [sge], far.addr, mr.contents.rkey, wr_id=2)
         qa.post(READ, [(local.addr, 8, lkey)], far.addr, mr.contents.rkey, wr_id=3)
-        assert [(w.wr_id, w.status) for w in dev.poll(3)] == [(1, OK), (2, LOC_PROT), (3, sm5.FLUSH)]
+        assert [(w.wr_id, w.status) for w in dev.poll(3)] == [
+            (1, OK),
+            (2, LOC_PROT),
+            (3, sm5.FLUSH),
+        ]
         qa.destroy()
         qb.destroy()
 
@@ -311,7 +379,7 @@ def test_indirect_key_as_local_key(dev, arena):
     k.destroy()
 
 
-# ---- memory windows ------------------------------------------------------------------------------
+# ---- memory windows ----
 
 
 def test_type_1_window(dev, arena):
@@ -319,7 +387,9 @@ def test_type_1_window(dev, arena):
     mr = dev.reg(far, LW | MWB)
     qa, _ = fresh(dev)
     mw = dev._alloc_mw(dev.pd, 1)
-    bind = sm5.MwBind(5, sm5.SIGNALED, sm5.MwBindInfo(sm5.C.addressof(mr.contents), far.addr + 256, 256, RR))
+    bind = sm5.MwBind(
+        5, sm5.SIGNALED, sm5.MwBindInfo(sm5.C.addressof(mr.contents), far.addr + 256, 256, RR)
+    )
     assert dev._bind_mw(qa.qp, mw, sm5.C.byref(bind)) == 0
     wc = dev.poll(1)[0]
     assert (wc.wr_id, wc.status, wc.opcode) == (5, OK, 5)
@@ -351,6 +421,27 @@ def test_type_2_window(dev, arena):
     qb.post_wr(qb.wr(sm5.LOCAL_INV, imm=key))
     assert dev.poll(1)[0].status == OK
     assert qa.run(READ, [(local.addr, 8, lkey)], far.addr, key) == REM_ACCESS
+    assert dev._dealloc_mw(mw) == 0
+
+
+def test_remote_invalidate(dev, arena):
+    """SEND_WITH_INV takes the receiver's window away before the receive completes."""
+    _local, _lkey, far = arena
+    mr = dev.reg(far, LW | MWB)
+    qa, qb = fresh(dev)
+    mw = dev._alloc_mw(dev.pd, 2)
+    key = mw.contents.rkey + 1
+    assert qb.bind(mw, key, mr, far.addr, 4096, RR) == 0
+    assert dev.poll(1)[0].status == OK
+    qb.post_recv(wr_id=1)
+    qb.post_recv(wr_id=2)
+    qa.post(sm5.SEND_INV, [], imm=key, wr_id=3)
+    got = {w.wr_id: w for w in dev.poll(2)}
+    assert (got[1].status, got[1].flags & 8, got[1].imm) == (OK, 8, key)
+    assert attack(dev, arena, READ, far.addr, key) == REM_ACCESS
+    qa.post(sm5.SEND_INV, [], imm=mr.contents.rkey, wr_id=4)  # not a window
+    got = {w.wr_id: w.status for w in dev.poll(2)}
+    assert got == {4: REM_ACCESS, 2: sm5.FLUSH}
     assert dev._dealloc_mw(mw) == 0
 
 
@@ -425,7 +516,7 @@ def test_local_inv_of_a_plain_mr_is_an_error(dev, arena):
     assert attack(dev, arena, READ, arena[2].addr, mr.contents.rkey) == OK
 
 
-# ---- what may be registered -----------------------------------------------------------------------
+# ---- what may be registered ----
 
 
 def reg_errno(dev, addr, n, access):
@@ -438,8 +529,8 @@ def reg_errno(dev, addr, n, access):
 
 def test_registration_refusals(dev, tmp_path):
     ro = mmap.mmap(-1, 8192, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # a read-only map cannot be asked for its address by ctypes: take it from the maps of the process
-    addr = numpy_free_address(ro)
+    addr = address_of(ro)
+    live = sm5.stat("mrs.live")
     assert reg_errno(dev, addr, 8192, RR) == 0
     assert reg_errno(dev, addr, 8192, 0) == 0
     assert reg_errno(dev, addr, 8192, LW) == errno.EFAULT
@@ -452,12 +543,12 @@ def test_registration_refusals(dev, tmp_path):
     assert reg_errno(dev, b.addr, 8192, ALL | 1 << 20) == 0  # relaxed ordering is a hint
     assert reg_errno(dev, 4096, 8192, RR) == errno.EFAULT
     assert reg_errno(dev, 2**64 - 4096, 8192, RR) == errno.EINVAL
-    live = sm5.stat("mrs.live")
     assert sm5.stat("mrs.live") == live
 
 
-def numpy_free_address(m):
+def address_of(m):
     """Address of a mapping whose buffer is read-only, without numpy."""
+
     class PyBuffer(sm5.C.Structure):
         _fields_ = [("buf", sm5.C.c_void_p), ("obj", sm5.C.py_object), ("rest", sm5.C.c_byte * 64)]
 
@@ -474,7 +565,10 @@ def numpy_free_address(m):
 def on_disk(path):
     """Is this directory on a file system that keeps files on a disk?"""
     import subprocess
-    kind = subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout.strip()
+
+    kind = subprocess.run(
+        ["stat", "-f", "-c", "%T", path], capture_output=True, text=True
+    ).stdout.strip()
     return kind not in ("tmpfs", "ramfs", "hugetlbfs")
 
 
@@ -487,7 +581,7 @@ def test_file_mappings(dev, tmp_path, shared):
     f.write_bytes(bytes(8192))
     with open(f, "r+b") as fh:
         m = mmap.mmap(fh.fileno(), 8192, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
-    addr = numpy_free_address(m)
+    addr = address_of(m)
     assert reg_errno(dev, addr, 8192, ALL) == (errno.EFAULT if shared else 0)
     assert reg_errno(dev, addr, 8192, RR) == 0
     m.close()
@@ -495,7 +589,7 @@ def test_file_mappings(dev, tmp_path, shared):
         with open(f, "r+b") as fh:
             m = mmap.mmap(fh.fileno(), 8192)
         f.unlink()
-        assert reg_errno(dev, numpy_free_address(m), 8192, ALL) == errno.EFAULT
+        assert reg_errno(dev, address_of(m), 8192, ALL) == errno.EFAULT
         m.close()
 
 
@@ -503,14 +597,14 @@ def test_shared_memory_is_memory(dev, tmp_path):
     fd = os.memfd_create("x")
     os.truncate(fd, 8192)
     m = mmap.mmap(fd, 8192)
-    assert reg_errno(dev, numpy_free_address(m), 8192, ALL) == 0
+    assert reg_errno(dev, address_of(m), 8192, ALL) == 0
     anon = mmap.mmap(-1, 8192)  # shared anonymous
-    assert reg_errno(dev, numpy_free_address(anon), 8192, ALL) == 0
+    assert reg_errno(dev, address_of(anon), 8192, ALL) == 0
     with open("/dev/shm/softmlx5-test", "w+b") as fh:
         os.unlink(fh.name)
         fh.truncate(8192)
         shm = mmap.mmap(fh.fileno(), 8192)
-    assert reg_errno(dev, numpy_free_address(shm), 8192, ALL) == 0
+    assert reg_errno(dev, address_of(shm), 8192, ALL) == 0
     os.close(fd)
 
 
@@ -532,6 +626,7 @@ def test_dmabuf(dev, arena):
 
 def test_memlock_is_counted(dev):
     import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     b = Buf(1 << 20)
     sm5.setting("memlock", "enforce")

@@ -1,7 +1,10 @@
-/* The exported ABI of libibverbs and libmlx5, and the control surface. Nothing but wrappers: no part of
- * the library calls an exported name, so that another library's symbols cannot come between.
+/* SPDX-License-Identifier: BSD-3-Clause */
+/* The exported ABI of libibverbs and libmlx5, and the control surface. Nothing but wrappers: no
+ * part of the library calls an exported name, so that another library's symbols cannot come
+ * between.
  *
- * A context that was inherited through fork is refused here, before anything of the parent's is touched.
+ * A context that was inherited through fork is refused here, before anything of the parent's is
+ * touched.
  */
 #include "internal.h"
 #include "names.h"
@@ -17,12 +20,12 @@ static bool dead(const struct ibv_context *c)
     return !sm_ctx_alive(container_of(c, struct sm_ctx, v.context));
 }
 
-#define REFUSE_DEAD(c, value)                                                                      \
-    do {                                                                                           \
-        if (dead(c)) {                                                                             \
-            errno = EIO;                                                                           \
-            return value;                                                                          \
-        }                                                                                          \
+#define REFUSE_DEAD(c, value) \
+    do {                      \
+        if (dead(c)) {        \
+            errno = EIO;      \
+            return value;     \
+        }                     \
     } while (0)
 
 /* Functions of both libraries return an errno, too; the value and the variable say the same. */
@@ -35,7 +38,7 @@ static int result(int err)
 
 #define UNUSED __attribute__((unused))
 
-/* ---- devices ------------------------------------------------------------------------------------ */
+/* ---- devices --------------------------------------------------------------------------------- */
 
 EXPORT struct ibv_device **ibv_get_device_list(int *num)
 {
@@ -165,7 +168,8 @@ EXPORT void ibv_ack_async_event(struct ibv_async_event *ev)
     sm_async_ack(ev);
 }
 
-/* Memory is reached through the owner's page tables: a fork's copy-on-write is the kernel's business. */
+/* Memory is reached through the owner's page tables: a fork's copy-on-write is the kernel's
+ * business. */
 EXPORT int ibv_fork_init(void)
 {
     return 0;
@@ -199,7 +203,7 @@ EXPORT int ibv_read_sysfs_file(const char *dir UNUSED, const char *file UNUSED, 
     return -1;
 }
 
-/* ---- memory ----------------------------------------------------------------------------------------- */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 EXPORT struct ibv_pd *ibv_alloc_pd(struct ibv_context *c)
 {
@@ -226,8 +230,8 @@ EXPORT struct ibv_mr *ibv_reg_mr_iova(struct ibv_pd *pd, void *addr, size_t leng
     return sm_reg_mr(pd, addr, length, iova, (unsigned)access);
 }
 
-EXPORT struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length,
-                                       uint64_t iova, unsigned access)
+EXPORT struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length, uint64_t iova,
+                                       unsigned access)
 {
     REFUSE_DEAD(pd->context, NULL);
     return sm_reg_mr(pd, addr, length, iova, access);
@@ -253,7 +257,7 @@ EXPORT int ibv_rereg_mr(struct ibv_mr *mr UNUSED, int flags UNUSED, struct ibv_p
     return IBV_REREG_MR_ERR_INPUT;
 }
 
-/* ---- completion queues --------------------------------------------------------------------------------- */
+/* ---- completion queues ----------------------------------------------------------------------- */
 
 EXPORT struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *c)
 {
@@ -298,7 +302,7 @@ EXPORT void ibv_ack_cq_events(struct ibv_cq *cq, unsigned n)
         sm_ack_cq_events(cq, n);
 }
 
-/* ---- queue pairs -------------------------------------------------------------------------------------------- */
+/* ---- queue pairs ----------------------------------------------------------------------------- */
 
 EXPORT struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr)
 {
@@ -331,18 +335,18 @@ EXPORT int ibv_query_qp_data_in_order(struct ibv_qp *qp UNUSED, enum ibv_wr_opco
     return 0;
 }
 
-/* ---- what this device has not: told, never pretended ------------------------------------------------------------ */
+/* ---- what this device has not: told, never pretended ----------------------------------------- */
 
-#define NOT_HERE_PTR(type, name, ...)                                                              \
-    EXPORT type *name(__VA_ARGS__)                                                                 \
-    {                                                                                              \
-        errno = EOPNOTSUPP;                                                                        \
-        return NULL;                                                                               \
+#define NOT_HERE_PTR(type, name, ...) \
+    EXPORT type *name(__VA_ARGS__)    \
+    {                                 \
+        errno = EOPNOTSUPP;           \
+        return NULL;                  \
     }
-#define NOT_HERE_INT(name, ...)                                                                    \
-    EXPORT int name(__VA_ARGS__)                                                                   \
-    {                                                                                              \
-        return result(EOPNOTSUPP);                                                                 \
+#define NOT_HERE_INT(name, ...)    \
+    EXPORT int name(__VA_ARGS__)   \
+    {                              \
+        return result(EOPNOTSUPP); \
     }
 
 NOT_HERE_PTR(struct ibv_qp_ex, ibv_qp_to_qp_ex, struct ibv_qp *qp UNUSED)
@@ -375,8 +379,7 @@ NOT_HERE_PTR(struct mlx5dv_qp_ex, mlx5dv_qp_ex_from_ibv_qp_ex, struct ibv_qp_ex 
 NOT_HERE_PTR(struct mlx5dv_devx_uar, mlx5dv_devx_alloc_uar, struct ibv_context *c UNUSED,
              uint32_t flags UNUSED)
 NOT_HERE_PTR(struct mlx5dv_devx_event_channel, mlx5dv_devx_create_event_channel,
-             struct ibv_context *c UNUSED,
-             enum mlx5dv_devx_create_event_channel_flags flags UNUSED)
+             struct ibv_context *c UNUSED, enum mlx5dv_devx_create_event_channel_flags flags UNUSED)
 NOT_HERE_INT(mlx5dv_devx_query_eqn, struct ibv_context *c UNUSED, uint32_t vector UNUSED,
              uint32_t *eqn UNUSED)
 NOT_HERE_INT(mlx5dv_devx_qp_query, struct ibv_qp *qp UNUSED, const void *in UNUSED,
@@ -422,7 +425,7 @@ struct ibv_mr *mlx5dv_reg_dmabuf_mr(struct ibv_pd *pd UNUSED, uint64_t offset UN
     return NULL;
 }
 
-/* ---- mlx5dv ------------------------------------------------------------------------------------------------------- */
+/* ---- mlx5dv ---------------------------------------------------------------------------------- */
 
 EXPORT bool mlx5dv_is_supported(struct ibv_device *dev UNUSED)
 {
@@ -448,7 +451,8 @@ EXPORT int mlx5dv_query_device(struct ibv_context *c, struct mlx5dv_context *out
     return 0;
 }
 
-/* Queue and completion memory would be written without our seeing it: only the domain number is given. */
+/* Queue and completion memory would be written without our seeing it: only the domain number is
+ * given. */
 static int init_obj(struct mlx5dv_obj *obj, uint64_t type)
 {
     if (type != MLX5DV_OBJ_PD)
@@ -502,8 +506,8 @@ EXPORT int mlx5dv_devx_general_cmd(struct ibv_context *c, const void *in, size_t
     return result(sm_devx_general(c, in, inlen, out, outlen));
 }
 
-EXPORT struct mlx5dv_devx_umem *mlx5dv_devx_umem_reg(struct ibv_context *c, void *addr,
-                                                     size_t size, uint32_t access)
+EXPORT struct mlx5dv_devx_umem *mlx5dv_devx_umem_reg(struct ibv_context *c, void *addr, size_t size,
+                                                     uint32_t access)
 {
     REFUSE_DEAD(c, NULL);
     return sm_umem_reg(c, addr, size, access);
@@ -536,7 +540,7 @@ EXPORT int mlx5dv_destroy_mkey(struct mlx5dv_mkey *mkey)
     return result(sm_dv_destroy_mkey(mkey));
 }
 
-/* ---- names ------------------------------------------------------------------------------------------------------------ */
+/* ---- names ----------------------------------------------------------------------------------- */
 
 EXPORT const char *ibv_wc_status_str(enum ibv_wc_status s)
 {
@@ -578,7 +582,7 @@ EXPORT enum ibv_rate mbps_to_ibv_rate(int mbps)
     return sm_mbps_to_rate(mbps);
 }
 
-/* ---- control -------------------------------------------------------------------------------------------------------------- */
+/* ---- control --------------------------------------------------------------------------------- */
 
 EXPORT uint64_t softmlx5_stat(const char *name)
 {

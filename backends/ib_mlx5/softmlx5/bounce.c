@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The initiator's part of the slow path, and its turn in general: collect and hand over. */
 #include "internal.h"
 
-/* Moves one bounce buffer between the file and our own buffers. What it may touch comes from the private
- * request, not from the shared entry: the peer could have changed that. */
+/* Moves one bounce buffer between the file and our own buffers. What it may touch comes from the
+ * private request, not from the shared entry: the peer could have changed that. */
 static bool serve_slot(struct sm_flow *f, const struct sm_wqe *w, unsigned slot, uint64_t off,
                        uint32_t len, bool fill)
 {
@@ -26,8 +27,8 @@ static bool serve_slot(struct sm_flow *f, const struct sm_wqe *w, unsigned slot,
     return true;
 }
 
-/* Lock held, dropped while bytes move: the request cannot be completed meanwhile, since completing it
- * takes the flow away first and that waits for `copying`. */
+/* Lock held, dropped while bytes move: the request cannot be completed meanwhile, since completing
+ * it takes the flow away first and that waits for `copying`. */
 static bool bounce_turn(struct sm_flow *f, unsigned slot)
 {
     struct sm_bounce *b = &f->shm->bounce[slot];
@@ -41,14 +42,18 @@ static bool bounce_turn(struct sm_flow *f, unsigned slot)
     w = sm_sq_find(f->qp, seq);
     if (!w || len > SM_BOUNCE_SIZE || off > w->len || len > w->len - off)
         return false; /* not a question that this request can raise */
-    /* A full buffer of an outbound request that we filled ourselves is waiting for the responder. */
+    /* A full buffer of an outbound request that we filled ourselves is waiting for the responder.
+     */
     if (fill == (w->op == IBV_WR_RDMA_READ || w->op == IBV_WR_ATOMIC_CMP_AND_SWP ||
                  w->op == IBV_WR_ATOMIC_FETCH_AND_ADD))
         return false;
     sm_flow_copy_begin(f);
     pthread_mutex_unlock(&f->qp->lock);
     ok = serve_slot(f, w, slot, off, len, fill);
-    atomic_store_explicit(&b->state, !ok ? SM_B_FAIL : fill ? SM_B_FULL : SM_B_EMPTY,
+    atomic_store_explicit(&b->state,
+                          !ok    ? SM_B_FAIL
+                          : fill ? SM_B_FULL
+                                 : SM_B_EMPTY,
                           memory_order_release);
     sm_flow_copy_end(f);
     sm_flow_ring(f);

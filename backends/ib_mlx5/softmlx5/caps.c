@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* QUERY_HCA_CAP: the capability fields that the device knows, by their PRM names. */
 #include "internal.h"
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The control surface: counters, faults, settings, the gate. Process-wide. */
 #include "internal.h"
 
@@ -43,7 +44,7 @@ int sm_stat_names(char *buf, size_t size)
     return (int)n + 1;
 }
 
-/* ---- numbers in text ----------------------------------------------------------------------- */
+/* ---- numbers in text ------------------------------------------------------------------------- */
 
 static bool parse_u64(const char *s, uint64_t *v)
 {
@@ -56,7 +57,7 @@ static bool parse_u64(const char *s, uint64_t *v)
     return !errno && !*end;
 }
 
-/* ---- faults -------------------------------------------------------------------------------- */
+/* ---- faults ---------------------------------------------------------------------------------- */
 
 struct fault {
     char command[24];
@@ -184,7 +185,7 @@ void sm_command_delay(void)
         nanosleep(&ts, NULL);
 }
 
-/* ---- the gate ------------------------------------------------------------------------------ */
+/* ---- the gate -------------------------------------------------------------------------------- */
 
 enum { GATE_OFF = -1 };
 
@@ -224,7 +225,7 @@ static int gate_set(const char *value)
     return 0;
 }
 
-/* ---- settings ------------------------------------------------------------------------------ */
+/* ---- settings -------------------------------------------------------------------------------- */
 
 static int index_policy_set(const char *value)
 {

@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Completion queues and completion channels. */
 #include "internal.h"
 
 #include <fcntl.h>
 #include <sched.h>
 
-/* ---- channels ------------------------------------------------------------------------------- */
+/* ---- channels -------------------------------------------------------------------------------- */
 
 struct cq_event {
     struct list link;
@@ -77,7 +78,7 @@ static void channel_forget(struct sm_channel *ch, const struct sm_cq *cq)
     struct list *l, *tmp;
 
     pthread_mutex_lock(&ch->lock);
-    list_for_each_safe(l, tmp, &ch->events) {
+    list_for_each_safe (l, tmp, &ch->events) {
         struct cq_event *e = container_of(l, struct cq_event, link);
 
         if (e->cq == cq) {
@@ -266,7 +267,7 @@ static void collect(struct sm_cq *cq)
     struct list *l;
 
     pthread_mutex_lock(&cq->list_lock);
-    list_for_each(l, &cq->qps) {
+    list_for_each (l, &cq->qps) {
         struct sm_qp *qp = container_of(l, struct sm_qp, cq_link);
 
         if (!atomic_load_explicit(&qp->sq_pending, memory_order_relaxed))
@@ -335,7 +336,7 @@ int sm_req_notify_cq(struct ibv_cq *ibcq, int solicited_only)
     pthread_mutex_unlock(&cq->lock);
     /* From now on somebody has to look at the rings although nobody polls. */
     pthread_mutex_lock(&cq->list_lock);
-    list_for_each(l, &cq->qps) {
+    list_for_each (l, &cq->qps) {
         struct sm_qp *qp = container_of(l, struct sm_qp, cq_link);
 
         pthread_mutex_lock(&qp->lock);

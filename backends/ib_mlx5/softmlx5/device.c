@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Devices, contexts, protection domains, queries, asynchronous events. */
 #include "internal.h"
 
@@ -14,7 +15,7 @@ static _Atomic uint32_t context_seq;
 
 static int ctx_poll_cq(struct ibv_cq *cq, int n, struct ibv_wc *wc);
 
-/* ---- the list ------------------------------------------------------------------------------- */
+/* ---- the list -------------------------------------------------------------------------------- */
 
 /* The same for every process of this host, different on another one: a node identity. */
 static uint64_t host_guid(void)
@@ -74,7 +75,7 @@ struct ibv_device **sm_device_list(int *num)
     return list;
 }
 
-/* ---- contexts --------------------------------------------------------------------------------- */
+/* ---- contexts -------------------------------------------------------------------------------- */
 
 void sm_query_device(struct sm_ctx *ctx, struct ibv_device_attr *a)
 {
@@ -245,7 +246,7 @@ static void ctx_free(struct sm_ctx *ctx)
 
     sm_engine_release(ctx);
     sm_mkeys_fini(&ctx->mkeys);
-    list_for_each_safe(l, tmp, &ctx->async)
+    list_for_each_safe (l, tmp, &ctx->async)
         free(container_of(l, struct sm_async, link));
     sm_fd_close(ctx, ctx->v.context.async_fd);
     sm_fd_close(ctx, ctx->devfd);
@@ -274,8 +275,8 @@ static int ctx_init(struct sm_ctx *ctx, struct ibv_device *dev, bool devx)
     fill_ops(ctx);
     if (ctx->devfd < 0 || ctx->v.context.async_fd < 0)
         return EMFILE;
-    rc = sm_mkeys_init(&ctx->mkeys, 1 + (ctx->seq % ((1u << 24 >> SM_MKEY_BITS) - 1)) *
-                                            (uint32_t)SM_MKEY_MAX);
+    rc = sm_mkeys_init(&ctx->mkeys,
+                       1 + (ctx->seq % ((1u << 24 >> SM_MKEY_BITS) - 1)) * (uint32_t)SM_MKEY_MAX);
     if (!rc)
         rc = make_gid(ctx);
     if (!rc)
@@ -330,7 +331,7 @@ int sm_close(struct ibv_context *c)
     return 0;
 }
 
-/* ---- protection domains --------------------------------------------------------------------------- */
+/* ---- protection domains ---------------------------------------------------------------------- */
 
 struct ibv_pd *sm_alloc_pd(struct ibv_context *c)
 {
@@ -381,7 +382,7 @@ struct sm_pd *sm_pd_get(struct sm_ctx *ctx, uint32_t pdn)
     struct list *l;
 
     pthread_mutex_lock(&ctx->lock);
-    list_for_each(l, &ctx->pds) {
+    list_for_each (l, &ctx->pds) {
         if (container_of(l, struct sm_pd, link)->pdn == pdn)
             found = container_of(l, struct sm_pd, link);
     }
@@ -396,7 +397,7 @@ void sm_pd_put(struct sm_pd *pd)
     atomic_fetch_sub(&pd->users, 1);
 }
 
-/* ---- asynchronous events ----------------------------------------------------------------------------- */
+/* ---- asynchronous events --------------------------------------------------------------------- */
 
 static _Atomic uint32_t *delivered_counter(const struct ibv_async_event *ev)
 {
@@ -432,7 +433,7 @@ void sm_async_forget(struct sm_ctx *ctx, const void *element)
     struct list *l, *tmp;
 
     pthread_mutex_lock(&ctx->lock);
-    list_for_each_safe(l, tmp, &ctx->async) {
+    list_for_each_safe (l, tmp, &ctx->async) {
         struct sm_async *a = container_of(l, struct sm_async, link);
 
         if (a->ev.element.qp == element) {

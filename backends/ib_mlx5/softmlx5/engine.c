@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The engine: one thread for each context. It serves requests of peers, answers and makes calls,
  * notices deaths and runs the timers. It sleeps in epoll; a doorbell wakes it only when it sleeps.
  */
@@ -12,7 +13,7 @@
 
 enum { EVENTS = 64, TURNS_BETWEEN_POLLS = 16 };
 
-/* ---- descriptors ------------------------------------------------------------------------------- */
+/* ---- descriptors ----------------------------------------------------------------------------- */
 
 int sm_engine_watch(struct sm_ctx *ctx, int fd, enum sm_tag tag, uint32_t id, uint32_t events)
 {
@@ -89,10 +90,10 @@ void sm_engine_release(struct sm_ctx *ctx)
     pthread_mutex_destroy(&eng->dead_lock);
 }
 
-/* ---- the end of flows ------------------------------------------------------------------------------ */
+/* ---- the end of flows ------------------------------------------------------------------------ */
 
-/* Nothing copies for a flow once it is on this list, so that hanging up tells the peer the truth. The
- * descriptors stay open until the last reference is gone: somebody may be polling them. */
+/* Nothing copies for a flow once it is on this list, so that hanging up tells the peer the truth.
+ * The descriptors stay open until the last reference is gone: somebody may be polling them. */
 static void bury(struct sm_ctx *ctx)
 {
     struct sm_engine *eng = &ctx->eng;
@@ -123,7 +124,8 @@ static void out_flow_hangup(struct sm_flow *f)
     struct sm_qp *qp = f->qp;
     bool was_ready = f->state == SM_FLOW_READY;
 
-    /* Not served is not the same as served by somebody who died: only the latter has lost requests. */
+    /* Not served is not the same as served by somebody who died: only the latter has lost requests.
+     */
     sm_flow_detach(f);
     if (qp->failed)
         sm_qp_error(qp);
@@ -166,7 +168,7 @@ static void flow_event(struct sm_flow *f, uint32_t events)
         flow_hangup(f);
 }
 
-/* ---- events --------------------------------------------------------------------------------------- */
+/* ---- events ---------------------------------------------------------------------------------- */
 
 static void dispatch(struct sm_ctx *ctx, const struct epoll_event *ev)
 {
@@ -247,7 +249,7 @@ static bool run_flows(struct sm_engine *eng)
     return more;
 }
 
-/* ---- timers ------------------------------------------------------------------------------------------ */
+/* ---- timers ---------------------------------------------------------------------------------- */
 
 static uint64_t sooner(uint64_t a, uint64_t b)
 {
@@ -284,7 +286,7 @@ static uint64_t run_timers(struct sm_ctx *ctx)
     struct list *l;
 
     pthread_mutex_lock(&ctx->qp_list_lock);
-    list_for_each(l, &ctx->qps) {
+    list_for_each (l, &ctx->qps) {
         struct sm_qp *qp = container_of(l, struct sm_qp, link);
         uint64_t t;
 
@@ -310,7 +312,7 @@ static int ms_until(uint64_t next)
     return next <= now ? 0 : (int)MIN((next - now + 999999) / 1000000, 60000);
 }
 
-/* ---- the loop ------------------------------------------------------------------------------------------- */
+/* ---- the loop -------------------------------------------------------------------------------- */
 
 static void spin(struct sm_engine *eng)
 {

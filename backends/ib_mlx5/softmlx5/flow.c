@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* One direction of a connection: its shared memory, its guards, its end. And doorbells. */
 #include "internal.h"
 
@@ -8,7 +9,7 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
-/* ---- sealed memory ----------------------------------------------------------------------------- */
+/* ---- sealed memory --------------------------------------------------------------------------- */
 
 enum { SEALS = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL };
 
@@ -19,7 +20,8 @@ void *sm_shm_create(size_t size, int *fd)
     *fd = memfd_create("softmlx5", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (*fd < 0)
         return NULL;
-    if (ftruncate(*fd, (off_t)size) || fcntl(*fd, F_ADD_SEALS, SEALS) || !(p = sm_shm_open(*fd, size))) {
+    if (ftruncate(*fd, (off_t)size) || fcntl(*fd, F_ADD_SEALS, SEALS) ||
+        !(p = sm_shm_open(*fd, size))) {
         close(*fd);
         *fd = -1;
         return NULL;
@@ -39,7 +41,7 @@ void *sm_shm_open(int fd, size_t size)
     return p == MAP_FAILED ? NULL : p;
 }
 
-/* ---- doorbells ------------------------------------------------------------------------------------ */
+/* ---- doorbells ------------------------------------------------------------------------------- */
 
 static void bell_ring(struct sm_bell *b, int fd, uint32_t id)
 {
@@ -62,7 +64,7 @@ void sm_ctx_kick(struct sm_ctx *ctx, uint32_t id)
     bell_ring(ctx->eng.bell, ctx->eng.kickfd, id);
 }
 
-/* ---- flows ------------------------------------------------------------------------------------------ */
+/* ---- flows ----------------------------------------------------------------------------------- */
 
 struct sm_flow *sm_flow_new(struct sm_ctx *ctx, struct sm_qp *qp, bool in)
 {
@@ -104,7 +106,7 @@ void sm_flow_put(struct sm_flow *f)
     STAT_DEC(flows_live);
 }
 
-/* ---- guards -------------------------------------------------------------------------------------------- */
+/* ---- guards ---------------------------------------------------------------------------------- */
 
 /* Both sides store first and look second, so that one of them sees the other. */
 bool sm_guard_take(struct sm_shm *shm, uint64_t seq)
@@ -123,8 +125,9 @@ void sm_guard_drop(struct sm_shm *shm)
         sm_futex_wake(&shm->slot, false);
 }
 
-/* A hung-up socket or a readable pidfd means that the process, and so its copying, is over: the kernel
- * takes its memory down first. A peer that lets go of the flow stops copying before it hangs up. */
+/* A hung-up socket or a readable pidfd means that the process, and so its copying, is over: the
+ * kernel takes its memory down first. A peer that lets go of the flow stops copying before it hangs
+ * up. */
 static bool peer_is_gone(struct sm_flow *f)
 {
     struct pollfd p[2] = {{.fd = f->sock}, {.fd = f->pidfd, .events = POLLIN}};
@@ -152,21 +155,29 @@ void sm_flow_cancel(struct sm_flow *f, uint64_t from)
     }
 }
 
+enum { COPY_IDLE, COPY_BUSY, COPY_AWAITED };
+
 void sm_flow_copy_begin(struct sm_flow *f)
 {
-    atomic_store(&f->copying, 1);
+    atomic_store(&f->copying, COPY_BUSY);
 }
 
 void sm_flow_copy_end(struct sm_flow *f)
 {
-    atomic_store(&f->copying, 0);
-    sm_futex_wake(&f->copying, true);
+    if (atomic_exchange(&f->copying, COPY_IDLE) == COPY_AWAITED)
+        sm_futex_wake(&f->copying, true);
 }
 
+/* qp.lock held: no copy begins meanwhile. */
 static void wait_copying(struct sm_flow *f)
 {
-    while (atomic_load(&f->copying))
-        sm_futex_wait(&f->copying, 1, -1, true);
+    uint32_t seen = COPY_BUSY;
+
+    while (atomic_compare_exchange_strong(&f->copying, &seen, COPY_AWAITED) ||
+           seen == COPY_AWAITED) {
+        sm_futex_wait(&f->copying, COPY_AWAITED, -1, true);
+        seen = COPY_BUSY;
+    }
 }
 
 void sm_flow_detach(struct sm_flow *f)

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Fork: a child inherits memory and descriptors, but neither threads nor the right to use either.
  *
  * Liveness is a word in a page that the kernel wipes at every fork, whichever way it was made
@@ -20,7 +21,7 @@ static void before_fork(void)
     struct list *l;
 
     pthread_mutex_lock(&track_lock);
-    list_for_each(l, &tracked)
+    list_for_each (l, &tracked)
         pthread_mutex_lock(&container_of(l, struct sm_ctx, link)->fd_lock);
 }
 
@@ -28,7 +29,7 @@ static void unlock_all(void)
 {
     struct list *l;
 
-    list_for_each(l, &tracked)
+    list_for_each (l, &tracked)
         pthread_mutex_unlock(&container_of(l, struct sm_ctx, link)->fd_lock);
     pthread_mutex_unlock(&track_lock);
 }
@@ -37,7 +38,7 @@ static void after_fork_child(void)
 {
     struct list *l, *tmp;
 
-    list_for_each(l, &tracked) {
+    list_for_each (l, &tracked) {
         struct sm_ctx *ctx = container_of(l, struct sm_ctx, link);
 
         for (unsigned i = 0; i < ctx->nfds; i++)
@@ -45,7 +46,7 @@ static void after_fork_child(void)
         ctx->nfds = 0;
     }
     unlock_all();
-    list_for_each_safe(l, tmp, &tracked)
+    list_for_each_safe (l, tmp, &tracked)
         list_del(l);
     memset(&sm_stats, 0, sizeof(sm_stats));
     atomic_store(alive_page, ++next_generation);

@@ -1,11 +1,12 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Everything the parts of softmlx5 know of each other.
  *
  * Data flows one way: abi.c -> {device, mr, mailbox, cq, qp} -> sendq.c -> wire.c -> responder.c.
  *
  * Lock order, outermost first:
- *   global list -> ctx.lock -> ctx.qp_list_lock / cq.list_lock -> qp.lock -> ctx.mkeys.lock -> leaves
- * No lock is held around a copy. Where a thread waits for a chunk of somebody else to end under a lock
- * (error paths), the copying thread needs no lock to end it.
+ *   global list -> ctx.lock -> ctx.qp_list_lock / cq.list_lock -> qp.lock -> ctx.mkeys.lock ->
+ * leaves No lock is held around a copy. Where a thread waits for a chunk of somebody else to end
+ * under a lock (error paths), the copying thread needs no lock to end it.
  */
 #ifndef SOFTMLX5_INTERNAL_H
 #define SOFTMLX5_INTERNAL_H
@@ -43,12 +44,12 @@ enum {
     SM_ANY_QPN = 0xffffff,
     SM_CHUNK = 256 * 1024,
     SM_MAX_FLOWS = 4096, /* both directions of a queue pair count */
-    SM_POLLS_BEFORE_YIELD = 64,
+    SM_POLLS_BEFORE_YIELD = 16,
 };
 
 #define SM_MAX_MSG (1ull << 30)
 
-/* ---- lists ------------------------------------------------------------------------------- */
+/* ---- lists ----------------------------------------------------------------------------------- */
 
 struct list {
     struct list *next, *prev;
@@ -80,46 +81,46 @@ static inline bool list_empty(const struct list *l)
     return l->next == l;
 }
 
-#define list_for_each_safe(it, tmp, head)                                                          \
+#define list_for_each_safe(it, tmp, head) \
     for (it = (head)->next, tmp = it->next; it != (head); it = tmp, tmp = it->next)
 #define list_for_each(it, head) for (it = (head)->next; it != (head); it = it->next)
 
-/* ---- control.c --------------------------------------------------------------------------- */
+/* ---- control.c ------------------------------------------------------------------------------- */
 
-#define SM_STATS(X)                                                                                \
-    X(cmd_total, "cmd.total")                                                                      \
-    X(cmd_create_mkey, "cmd.create_mkey")                                                          \
-    X(cmd_destroy_mkey, "cmd.destroy_mkey")                                                        \
-    X(cmd_query_mkey, "cmd.query_mkey")                                                            \
-    X(cmd_query_hca_cap, "cmd.query_hca_cap")                                                      \
-    X(cmd_reg_mr, "cmd.reg_mr")                                                                    \
-    X(cmd_dereg_mr, "cmd.dereg_mr")                                                                \
-    X(cmd_alloc_pd, "cmd.alloc_pd")                                                                \
-    X(cmd_create_cq, "cmd.create_cq")                                                              \
-    X(cmd_create_qp, "cmd.create_qp")                                                              \
-    X(cmd_modify_qp, "cmd.modify_qp")                                                              \
-    X(cmd_umem_reg, "cmd.umem_reg")                                                                \
-    X(wr_read, "wr.read")                                                                          \
-    X(wr_write, "wr.write")                                                                        \
-    X(wr_atomic, "wr.atomic")                                                                      \
-    X(wr_send, "wr.send")                                                                          \
-    X(wr_recv, "wr.recv")                                                                          \
-    X(wr_bind_mw, "wr.bind_mw")                                                                    \
-    X(wr_local_inv, "wr.local_inv")                                                                \
-    X(chunks, "chunks")                                                                            \
-    X(naks, "naks")                                                                                \
-    X(path_vm, "path.vm")                                                                          \
-    X(path_socket, "path.socket")                                                                  \
-    X(path_loop, "path.loop")                                                                      \
-    X(mkeys_live, "mkeys.live")                                                                    \
-    X(mrs_live, "mrs.live")                                                                        \
-    X(qps_live, "qps.live")                                                                        \
-    X(cqs_live, "cqs.live")                                                                        \
-    X(pds_live, "pds.live")                                                                        \
-    X(contexts_live, "contexts.live")                                                              \
-    X(flows_live, "flows.live")                                                                    \
-    X(gate_waiting, "gate.waiting")                                                                \
-    X(last_status, "last.status")                                                                  \
+#define SM_STATS(X)                           \
+    X(cmd_total, "cmd.total")                 \
+    X(cmd_create_mkey, "cmd.create_mkey")     \
+    X(cmd_destroy_mkey, "cmd.destroy_mkey")   \
+    X(cmd_query_mkey, "cmd.query_mkey")       \
+    X(cmd_query_hca_cap, "cmd.query_hca_cap") \
+    X(cmd_reg_mr, "cmd.reg_mr")               \
+    X(cmd_dereg_mr, "cmd.dereg_mr")           \
+    X(cmd_alloc_pd, "cmd.alloc_pd")           \
+    X(cmd_create_cq, "cmd.create_cq")         \
+    X(cmd_create_qp, "cmd.create_qp")         \
+    X(cmd_modify_qp, "cmd.modify_qp")         \
+    X(cmd_umem_reg, "cmd.umem_reg")           \
+    X(wr_read, "wr.read")                     \
+    X(wr_write, "wr.write")                   \
+    X(wr_atomic, "wr.atomic")                 \
+    X(wr_send, "wr.send")                     \
+    X(wr_recv, "wr.recv")                     \
+    X(wr_bind_mw, "wr.bind_mw")               \
+    X(wr_local_inv, "wr.local_inv")           \
+    X(chunks, "chunks")                       \
+    X(naks, "naks")                           \
+    X(path_vm, "path.vm")                     \
+    X(path_socket, "path.socket")             \
+    X(path_loop, "path.loop")                 \
+    X(mkeys_live, "mkeys.live")               \
+    X(mrs_live, "mrs.live")                   \
+    X(qps_live, "qps.live")                   \
+    X(cqs_live, "cqs.live")                   \
+    X(pds_live, "pds.live")                   \
+    X(contexts_live, "contexts.live")         \
+    X(flows_live, "flows.live")               \
+    X(gate_waiting, "gate.waiting")           \
+    X(last_status, "last.status")             \
     X(last_syndrome, "last.syndrome")
 
 struct sm_stats {
@@ -165,7 +166,7 @@ extern struct sm_config sm_config;
 /* Called by a responder inside each chunk, keys held. */
 void sm_gate_chunk(void);
 
-/* ---- caps.c ------------------------------------------------------------------------------ */
+/* ---- caps.c ---------------------------------------------------------------------------------- */
 
 enum sm_cap_type { SM_CAP_GENERAL = 0, SM_CAP_ODP = 2, SM_CAP_ATOMIC = 3, SM_CAP_GENERAL_2 = 0x20 };
 enum { SM_CAP_BYTES = 4096 };
@@ -182,7 +183,7 @@ struct sm_limits {
 };
 extern struct sm_limits sm_limits;
 
-/* ---- util.c ------------------------------------------------------------------------------ */
+/* ---- util.c ---------------------------------------------------------------------------------- */
 
 /* Big-endian bit fields: `off` counts from the most significant bit of byte 0. */
 uint64_t sm_bits_get(const void *buf, unsigned off, unsigned width);
@@ -194,7 +195,7 @@ void sm_futex_wake(void *word, bool priv);
 uint64_t sm_now_ns(void);
 int sm_eventfd(bool semaphore);
 
-/* ---- fork.c ------------------------------------------------------------------------------ */
+/* ---- fork.c ---------------------------------------------------------------------------------- */
 
 struct sm_ctx;
 /* One word, in a page that every fork wipes: true only in the process that loaded it. */
@@ -206,7 +207,7 @@ void sm_fork_untrack(struct sm_ctx *ctx);
 void sm_fd_track(struct sm_ctx *ctx, int fd);
 void sm_fd_close(struct sm_ctx *ctx, int fd);
 
-/* ---- mkey.c ------------------------------------------------------------------------------ */
+/* ---- mkey.c ---------------------------------------------------------------------------------- */
 
 enum sm_rights {
     SM_LR = 1,
@@ -318,7 +319,7 @@ bool sm_xlat_check(const struct sm_who *who, uint32_t key, uint64_t addr, uint64
                    uint8_t need);
 void sm_xlat_put(struct sm_xlat *x);
 
-/* ---- device.c ---------------------------------------------------------------------------- */
+/* ---- device.c -------------------------------------------------------------------------------- */
 
 struct sm_device {
     struct ibv_device dev;
@@ -413,7 +414,7 @@ void sm_async_forget(struct sm_ctx *ctx, const void *element);
 int sm_async_get(struct ibv_context *c, struct ibv_async_event *ev);
 void sm_async_ack(struct ibv_async_event *ev);
 
-/* ---- mr.c -------------------------------------------------------------------------------- */
+/* ---- mr.c ------------------------------------------------------------------------------------ */
 
 struct sm_mr {
     struct ibv_mr mr;
@@ -449,7 +450,7 @@ int sm_umem_dereg(struct mlx5dv_devx_umem *umem);
 struct sm_umem *sm_umem_get(struct sm_ctx *ctx, uint32_t id);
 void sm_umem_put(struct sm_umem *u);
 
-/* ---- mailbox.c --------------------------------------------------------------------------- */
+/* ---- mailbox.c ------------------------------------------------------------------------------- */
 
 struct mlx5dv_devx_obj *sm_devx_create(struct ibv_context *c, const void *in, size_t inlen,
                                        void *out, size_t outlen);
@@ -462,7 +463,7 @@ int sm_devx_general(struct ibv_context *c, const void *in, size_t inlen, void *o
 struct mlx5dv_mkey *sm_dv_create_mkey(struct mlx5dv_mkey_init_attr *attr);
 int sm_dv_destroy_mkey(struct mlx5dv_mkey *mkey);
 
-/* ---- cq.c -------------------------------------------------------------------------------- */
+/* ---- cq.c ------------------------------------------------------------------------------------ */
 
 struct sm_qp;
 struct sm_cqe {
@@ -516,7 +517,7 @@ void sm_cq_push(struct sm_cq *cq, const struct sm_cqe *e, bool solicited);
 /* Drops what a queue pair that goes away has left behind. */
 void sm_cq_forget(struct sm_cq *cq, const struct sm_qp *qp);
 
-/* ---- qp.c -------------------------------------------------------------------------------- */
+/* ---- qp.c ------------------------------------------------------------------------------------ */
 
 enum sm_wqe_state { SM_WQE_QUEUED, SM_WQE_RING, SM_WQE_DONE };
 
@@ -574,8 +575,8 @@ struct sm_qp {
 
     struct sm_flow *out, *in;
     uint32_t sent, received; /* messages; stand for the packet sequence numbers */
-    uint64_t deadline;       /* ns; when a send queue that nobody serves gives up, 0 = not running */
-    uint64_t next_try;       /* ns; when to call the peer, UINT64_MAX = not before there is work */
+    uint64_t deadline; /* ns; when a send queue that nobody serves gives up, 0 = not running */
+    uint64_t next_try; /* ns; when to call the peer, UINT64_MAX = not before there is work */
 };
 
 static inline struct sm_qp *to_qp(struct ibv_qp *q)
@@ -599,7 +600,7 @@ void sm_rq_flush(struct sm_qp *qp);
 void sm_rq_complete(struct sm_qp *qp, const struct ibv_wc *wc, bool solicited);
 uint32_t sm_vendor_err(enum ibv_wc_status s);
 
-/* ---- sendq.c ----------------------------------------------------------------------------- */
+/* ---- sendq.c --------------------------------------------------------------------------------- */
 
 int sm_post_send(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad);
 int sm_bind_mw(struct ibv_qp *qp, struct ibv_mw *mw, struct ibv_mw_bind *b);
@@ -616,7 +617,7 @@ struct sm_wqe *sm_sq_find(struct sm_qp *qp, uint64_t ring_seq);
 /* After a key has been blocked: stops requests whose local buffers it named, and waits. */
 void sm_sq_revalidate(struct sm_ctx *ctx);
 
-/* ---- flow.c: shared memory of a connection, guards, doorbells ------------------------------ */
+/* ---- flow.c: shared memory of a connection, guards, doorbells -------------------------------- */
 
 enum { SM_RING = 64, SM_SEGS = SM_XLAT_IOV, SM_BOUNCE = 4, SM_BOUNCE_SIZE = 128 * 1024 };
 
@@ -653,11 +654,10 @@ struct sm_bounce {
 
 struct sm_shm {
     _Alignas(64) _Atomic uint64_t head; /* initiator: requests published */
-    _Atomic uint32_t vm_ok;             /* initiator: the cookie test has passed at my end, too */
     _Alignas(64) _Atomic uint64_t done; /* responder: requests finished */
     _Alignas(64) _Atomic uint32_t want_kick;
-    /* Guard of the initiator's memory. `slot` holds 1 + the number of the request that the responder
-     * is copying for; requests from `cancel_from` on are not to touch memory any more. */
+    /* Guard of the initiator's memory. `slot` holds 1 + the number of the request that the
+     * responder is copying for; requests from `cancel_from` on are not to touch memory any more. */
     _Alignas(64) _Atomic uint64_t slot;
     _Atomic uint64_t cancel_from;
     _Atomic uint32_t waiters;
@@ -679,7 +679,8 @@ _Static_assert(sizeof(struct sm_bell) <= SM_BELL_SIZE, "doorbell page");
 
 enum sm_flow_state { SM_FLOW_CONNECTING, SM_FLOW_READY };
 
-/* One direction of a connection, seen from one end: `in` at the responder, else at the initiator. */
+/* One direction of a connection, seen from one end: `in` at the responder, else at the initiator.
+ */
 struct sm_flow {
     struct list link; /* engine.dead */
     struct sm_ctx *ctx;
@@ -687,10 +688,10 @@ struct sm_flow {
     _Atomic uint32_t refs;
     uint32_t id, peer_id;
     bool in;
-    enum sm_flow_state state;   /* under qp.lock */
-    _Atomic bool gone;          /* the peer has gone: it can touch nothing any more */
-    bool detached;              /* under qp.lock: no longer the queue pair's */
-    _Atomic uint32_t copying;   /* the engine is; set under qp.lock, cleared without. A futex */
+    enum sm_flow_state state; /* under qp.lock */
+    _Atomic bool gone;        /* the peer has gone: it can touch nothing any more */
+    bool detached;            /* under qp.lock: no longer the queue pair's */
+    _Atomic uint32_t copying; /* the engine is; set under qp.lock, cleared without. A futex */
 
     int sock, pidfd, memfd;
     pid_t pid;
@@ -698,9 +699,9 @@ struct sm_flow {
     struct sm_bell *bell; /* the peer's */
     int bellfd;           /* the peer's eventfd */
 
-    uint64_t head;           /* initiator: requests published */
-    uint8_t cookie[32];      /* initiator: what the peer's probe reads and writes */
-    struct sm_exec *exec;    /* responder */
+    uint64_t head;        /* initiator: requests published */
+    uint8_t cookie[32];   /* initiator: what the peer's probe reads and writes */
+    struct sm_exec *exec; /* responder */
 };
 
 struct sm_flow *sm_flow_new(struct sm_ctx *ctx, struct sm_qp *qp, bool in);
@@ -725,10 +726,16 @@ void sm_guard_drop(struct sm_shm *shm);
 void *sm_shm_create(size_t size, int *fd);
 void *sm_shm_open(int fd, size_t size);
 
-/* ---- engine.c: the thread --------------------------------------------------------------------- */
+/* ---- engine.c: the thread -------------------------------------------------------------------- */
 
-enum sm_tag { SM_TAG_KICK, SM_TAG_LISTEN_GID, SM_TAG_LISTEN_LID, SM_TAG_SOCK, SM_TAG_PID,
-              SM_TAG_PARKED };
+enum sm_tag {
+    SM_TAG_KICK,
+    SM_TAG_LISTEN_GID,
+    SM_TAG_LISTEN_LID,
+    SM_TAG_SOCK,
+    SM_TAG_PID,
+    SM_TAG_PARKED
+};
 
 int sm_engine_resources(struct sm_ctx *ctx);
 void sm_engine_release(struct sm_ctx *ctx);
@@ -739,7 +746,7 @@ bool sm_engine_add(struct sm_flow *f);
 int sm_engine_watch(struct sm_ctx *ctx, int fd, enum sm_tag tag, uint32_t id, uint32_t events);
 void sm_engine_watch_peer(struct sm_flow *f);
 
-/* ---- wire.c: connecting ------------------------------------------------------------------------- */
+/* ---- wire.c: connecting ---------------------------------------------------------------------- */
 
 int sm_wire_listen(struct sm_ctx *ctx);
 /* qp.lock held: tries once, without blocking. */
@@ -751,7 +758,7 @@ void sm_wire_parked_event(struct sm_ctx *ctx, uint32_t id);
 void sm_wire_rescan(struct sm_ctx *ctx);
 void sm_wire_unpark_all(struct sm_ctx *ctx);
 
-/* ---- responder.c, bounce.c ------------------------------------------------------------------------ */
+/* ---- responder.c, bounce.c ------------------------------------------------------------------- */
 
 struct sm_exec *sm_exec_new(bool vm, uint8_t rnr_retry);
 void sm_exec_free(struct sm_exec *x);

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The command interface: mailboxes as the PRM lays them out, answered as firmware and the kernel's
  * DEVX layer answer them.
  *
@@ -34,8 +35,8 @@ enum fw_status {
     FW_BAD_OUTPUT_LEN = 0x51,
 };
 
-/* One syndrome for each reason, so that a test or a log line says which check it was. Real firmware's
- * numbers are not public; these are ours, all of the form 0x5AF7xxxx. */
+/* One syndrome for each reason, so that a test or a log line says which check it was. Real
+ * firmware's numbers are not public; these are ours, all of the form 0x5AF7xxxx. */
 enum syndrome {
     SYN_OP_MOD = 0x5af70001,
     SYN_RESERVED,
@@ -121,7 +122,7 @@ static int command_begin(const char *name, void *out, size_t outlen)
     return f.err ? f.err : answer(out, outlen, f.status, f.syndrome);
 }
 
-/* ---- CREATE_MKEY: fields ------------------------------------------------------------------------- */
+/* ---- CREATE_MKEY: fields --------------------------------------------------------------------- */
 
 struct field {
     uint16_t off;
@@ -169,8 +170,8 @@ static const struct field mkey_fields[] = {
 
 /* Known to the PRM, not to this device: refused by name instead of by "reserved". */
 static const struct field mkey_unsupported[] = {
-    {0x60, 1}, {0x62, 1}, {0x70, 16}, {0x86, 1}, {0x87, 1}, {0xe0, 1}, {0xe1, 1}, {0x180, 32},
-    {0x200, 16},
+    {0x60, 1}, {0x62, 1}, {0x70, 16},  {0x86, 1},   {0x87, 1},
+    {0xe0, 1}, {0xe1, 1}, {0x180, 32}, {0x200, 16},
 };
 
 static bool reserved_bits_clear(const uint8_t *in)
@@ -202,7 +203,7 @@ static bool unsupported_clear(const uint8_t *in)
     return true;
 }
 
-/* ---- CREATE_MKEY ----------------------------------------------------------------------------------- */
+/* ---- CREATE_MKEY ----------------------------------------------------------------------------- */
 
 /* A command under way: where its answer stands until it is written. */
 struct verdict {
@@ -438,7 +439,7 @@ fail:
     return NULL;
 }
 
-/* ---- DEVX objects ------------------------------------------------------------------------------------ */
+/* ---- DEVX objects ---------------------------------------------------------------------------- */
 
 struct mlx5dv_devx_obj *sm_devx_create(struct ibv_context *c, const void *in, size_t inlen,
                                        void *out, size_t outlen)
@@ -446,8 +447,7 @@ struct mlx5dv_devx_obj *sm_devx_create(struct ibv_context *c, const void *in, si
     struct sm_ctx *ctx = to_ctx(c);
 
     /* The kernel opens the door for DEVX contexts and for object creation only. */
-    if (!ctx->devx || inlen < HDR_IN || outlen < 8 ||
-        sm_bits_get(in, 0, 16) != OP_CREATE_MKEY) {
+    if (!ctx->devx || inlen < HDR_IN || outlen < 8 || sm_bits_get(in, 0, 16) != OP_CREATE_MKEY) {
         errno = ctx->devx ? EINVAL : EPERM;
         return NULL;
     }
@@ -551,7 +551,7 @@ int sm_devx_destroy(struct mlx5dv_devx_obj *obj)
     return 0;
 }
 
-/* ---- general commands ---------------------------------------------------------------------------------- */
+/* ---- general commands ------------------------------------------------------------------------ */
 
 static int query_hca_cap(const void *in, void *out, size_t outlen)
 {
@@ -588,7 +588,7 @@ int sm_devx_general(struct ibv_context *c, const void *in, size_t inlen, void *o
     }
 }
 
-/* ---- keys for UMR ------------------------------------------------------------------------------------------ */
+/* ---- keys for UMR ---------------------------------------------------------------------------- */
 
 struct dv_mkey {
     struct mlx5dv_mkey mkey;

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The mkey table: allocation, references, the translation rule, windows.
  *
  * A slot's `ref` word holds LIVE, BLOCKED and a count of chunks that are using the key now. A chunk
@@ -14,7 +15,7 @@
 #define REF_WAITED (1u << 29)
 #define REF_COUNT (REF_WAITED - 1)
 
-/* ---- references ---------------------------------------------------------------------------- */
+/* ---- references ------------------------------------------------------------------------------ */
 
 static struct sm_mkey *slot_of(struct sm_mkey_table *t, uint32_t key)
 {
@@ -73,7 +74,7 @@ static void mkey_unblock(struct sm_mkey *mk)
     atomic_fetch_and(&mk->ref, ~(REF_BLOCKED | REF_WAITED));
 }
 
-/* ---- indices ------------------------------------------------------------------------------- */
+/* ---- indices --------------------------------------------------------------------------------- */
 
 int sm_mkeys_init(struct sm_mkey_table *t, uint32_t base)
 {
@@ -83,8 +84,8 @@ int sm_mkeys_init(struct sm_mkey_table *t, uint32_t base)
     t->base = base;
     t->used = calloc(SM_MKEY_MAX / 64, sizeof(*t->used));
     /* Only the pages of slots that were ever used take memory. */
-    t->slot = mmap(NULL, size, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    t->slot = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                   -1, 0);
     if (t->slot == MAP_FAILED)
         t->slot = NULL;
     if (!t->used || !t->slot) {
@@ -268,8 +269,8 @@ static bool in_range(const struct sm_mkey_desc *d, uint64_t addr, uint64_t len)
     return addr >= d->start && len <= d->len && addr - d->start <= d->len - len;
 }
 
-/* What the keys below an indirect one must allow: its own remote rights end with it, the device then
- * reads and writes locally. Only the atomic right has to hold all the way down. */
+/* What the keys below an indirect one must allow: its own remote rights end with it, the device
+ * then reads and writes locally. Only the atomic right has to hold all the way down. */
 static uint8_t inner_need(uint8_t need)
 {
     uint8_t inner = need & (SM_LR | SM_LW | SM_A);
@@ -323,8 +324,8 @@ static enum walk walk_indirect(const struct sm_who *who, const struct sm_mkey_de
                                struct sm_xlat *x)
 {
     uint64_t off = addr - d->start, entity = 1ull << d->log_entity;
-    uint32_t i = d->mode == SM_MODE_KSM ? (uint32_t)MIN(off >> d->log_entity, UINT32_MAX)
-                                        : klm_find(d, off);
+    uint32_t i =
+        d->mode == SM_MODE_KSM ? (uint32_t)MIN(off >> d->log_entity, UINT32_MAX) : klm_find(d, off);
 
     for (; len; i++) {
         const struct sm_mkey_ent *e;
@@ -424,7 +425,7 @@ bool sm_xlat_check(const struct sm_who *who, uint32_t key, uint64_t addr, uint64
     return true;
 }
 
-/* ---- windows: UMR at verbs level --------------------------------------------------------------- */
+/* ---- windows: UMR at verbs level ------------------------------------------------------------- */
 
 static bool is_window(const struct sm_mkey_desc *d)
 {
@@ -474,8 +475,8 @@ static void bind_apply(struct sm_mkey_table *t, struct sm_mkey *mk, const struct
     d->len = b->len;
     d->rights = b->rights | SM_LR;
     if (b->len)
-        d->ent[0] = (struct sm_mkey_ent){.addr = b->addr, .len = (uint32_t)b->len,
-                                         .key = b->mr_key};
+        d->ent[0] =
+            (struct sm_mkey_ent){.addr = b->addr, .len = (uint32_t)b->len, .key = b->mr_key};
     entries_pin(t, d);
     mk->key = b->new_key;
 }
@@ -494,7 +495,8 @@ static bool reaim_begin(struct sm_ctx *ctx, struct sm_mkey *mk)
     return true;
 }
 
-/* An entry was allocated for `cap` pieces when the key was made, so that a bind cannot fail later. */
+/* An entry was allocated for `cap` pieces when the key was made, so that a bind cannot fail later.
+ */
 enum ibv_wc_status sm_mkey_bind(struct sm_ctx *ctx, const struct sm_bind *b)
 {
     struct sm_mkey_table *t = &ctx->mkeys;
@@ -503,8 +505,7 @@ enum ibv_wc_status sm_mkey_bind(struct sm_ctx *ctx, const struct sm_bind *b)
 
     pthread_mutex_lock(&t->lock);
     mk = slot_of(t, b->old_key);
-    if (mk && (atomic_load(&mk->ref) & REF_LIVE) && mk->key == b->old_key &&
-        reaim_begin(ctx, mk)) {
+    if (mk && (atomic_load(&mk->ref) & REF_LIVE) && mk->key == b->old_key && reaim_begin(ctx, mk)) {
         if (bind_allowed(t, mk, b)) {
             bind_apply(t, mk, b);
             s = IBV_WC_SUCCESS;

@@ -1,7 +1,9 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Memory regions, windows and umems: what the kernel driver does before a key exists.
  *
- * Pages are faulted in, not locked: the device reaches them through the owner's page tables, so that
- * nothing here depends on where they are. What the kernel refuses to pin is refused all the same.
+ * Pages are faulted in, not locked: the device reaches them through the owner's page tables, so
+ * that nothing here depends on where they are. What the kernel refuses to pin is refused all the
+ * same.
  */
 #include "internal.h"
 
@@ -34,7 +36,7 @@ static uint64_t pages_of(uint64_t addr, uint64_t len)
     return (page_floor(addr + len - 1) - page_floor(addr)) / PAGE + 1;
 }
 
-/* ---- RLIMIT_MEMLOCK ------------------------------------------------------------------------- */
+/* ---- RLIMIT_MEMLOCK -------------------------------------------------------------------------- */
 
 static _Atomic uint64_t pinned_pages;
 
@@ -85,8 +87,8 @@ static bool is_memory_fs(long type)
     return type == TMPFS_MAGIC || type == HUGETLBFS_MAGIC || type == RAMFS_MAGIC;
 }
 
-/* The kernel's own shmem and hugetlb mounts (memfd, SYSV, shared anonymous memory) have no path that
- * one could ask; their device number is that of any memfd. */
+/* The kernel's own shmem and hugetlb mounts (memfd, SYSV, shared anonymous memory) have no path
+ * that one could ask; their device number is that of any memfd. */
 static bool is_kernel_memory_dev(dev_t dev)
 {
     const unsigned kinds[] = {MFD_CLOEXEC, MFD_CLOEXEC | MFD_HUGETLB};
@@ -187,7 +189,7 @@ static int refuse_shared_file(uint64_t addr, uint64_t len)
     return rc;
 }
 
-/* ---- faulting in ------------------------------------------------------------------------------ */
+/* ---- faulting in ----------------------------------------------------------------------------- */
 
 /* Before 5.14: read one byte of each page through the kernel, which answers instead of killing. */
 static int touch_pages(uint64_t first, uint64_t bytes)
@@ -235,13 +237,13 @@ bool sm_word_writable(uint64_t addr)
            process_vm_readv(getpid(), &mine, 1, &word, 1, 0) == (ssize_t)sizeof(v);
 }
 
-/* ---- memory regions ----------------------------------------------------------------------------- */
+/* ---- memory regions -------------------------------------------------------------------------- */
 
 enum {
     KNOWN_ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
-                   IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_HUGETLB,
+        IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_HUGETLB,
     WRITING_ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC |
-                     IBV_ACCESS_MW_BIND,
+        IBV_ACCESS_MW_BIND,
 };
 
 static int check_access(unsigned access)
@@ -332,8 +334,8 @@ static int mr_make_key(struct sm_mr *mr, struct ibv_pd *pd, uint64_t addr, uint6
     return 0;
 }
 
-static struct ibv_mr *mr_finish(struct sm_mr *mr, struct ibv_pd *pd, uint64_t addr,
-                                uint64_t length, uint64_t iova, unsigned access)
+static struct ibv_mr *mr_finish(struct sm_mr *mr, struct ibv_pd *pd, uint64_t addr, uint64_t length,
+                                uint64_t iova, unsigned access)
 {
     int rc = mr_check_and_pin(mr, addr, length, iova, access);
 
@@ -411,7 +413,10 @@ int sm_dereg_mr(struct ibv_mr *ibmr)
     return 0;
 }
 
-/* ---- windows ------------------------------------------------------------------------------------ */
+/* ---- windows --------------------------------------------------------------------------------- */
+
+/* As the kernel does it: an index that comes back has another key. */
+static _Atomic uint8_t next_variant;
 
 struct ibv_mw *sm_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
 {
@@ -422,6 +427,7 @@ struct ibv_mw *sm_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
         .free = true,
         .umr_en = true,
         .rinval = type == IBV_MW_TYPE_2,
+        .variant = atomic_fetch_add(&next_variant, 1),
         .pdn = to_pd(pd)->pdn,
         .qpn = SM_ANY_QPN,
         .cap = 4,
@@ -430,7 +436,7 @@ struct ibv_mw *sm_alloc_mw(struct ibv_pd *pd, enum ibv_mw_type type)
     uint32_t key;
     int rc;
 
-    rc = !sm_ctx_alive(to_ctx(pd->context)) ? EIO
+    rc = !sm_ctx_alive(to_ctx(pd->context))               ? EIO
          : type != IBV_MW_TYPE_1 && type != IBV_MW_TYPE_2 ? EINVAL
                                                           : 0;
     if (rc) {
@@ -466,7 +472,7 @@ int sm_dealloc_mw(struct ibv_mw *mw)
     return 0;
 }
 
-/* ---- umems --------------------------------------------------------------------------------------- */
+/* ---- umems ----------------------------------------------------------------------------------- */
 
 struct mlx5dv_devx_umem *sm_umem_reg(struct ibv_context *c, void *addr, size_t size,
                                      uint32_t access)
@@ -534,7 +540,7 @@ struct sm_umem *sm_umem_get(struct sm_ctx *ctx, uint32_t id)
     struct list *l;
 
     pthread_mutex_lock(&ctx->lock);
-    list_for_each(l, &ctx->umems) {
+    list_for_each (l, &ctx->umems) {
         struct sm_umem *u = container_of(l, struct sm_umem, link);
 
         if (u->umem.umem_id == id)

@@ -1,10 +1,10 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Names and rates: the parts of the ABI that are tables. */
 #include "internal.h"
 
 #include "names.h"
 
-#define NAME_OF(table, i)                                                                          \
-    ((unsigned)(i) < ARRAY_SIZE(table) && (table)[i] ? (table)[i] : NULL)
+#define NAME_OF(table, i) ((unsigned)(i) < ARRAY_SIZE(table) && (table)[i] ? (table)[i] : NULL)
 
 const char *sm_wc_status_str(enum ibv_wc_status s)
 {
@@ -58,9 +58,12 @@ const char *sm_node_type_str(enum ibv_node_type t)
 const char *sm_port_state_str(enum ibv_port_state s)
 {
     static const char *const names[] = {
-        [IBV_PORT_NOP] = "no state change (NOP)", [IBV_PORT_DOWN] = "down",
-        [IBV_PORT_INIT] = "init",                 [IBV_PORT_ARMED] = "armed",
-        [IBV_PORT_ACTIVE] = "active",             [IBV_PORT_ACTIVE_DEFER] = "active defer",
+        [IBV_PORT_NOP] = "no state change (NOP)",
+        [IBV_PORT_DOWN] = "down",
+        [IBV_PORT_INIT] = "init",
+        [IBV_PORT_ARMED] = "armed",
+        [IBV_PORT_ACTIVE] = "active",
+        [IBV_PORT_ACTIVE_DEFER] = "active defer",
     };
     const char *n = NAME_OF(names, s);
 
@@ -101,17 +104,17 @@ static const struct {
     int mult; /* of 2.5 Gbit/s; 0 = no whole number */
     int mbps;
 } rates[] = {
-    {IBV_RATE_2_5_GBPS, 1, 2500},      {IBV_RATE_5_GBPS, 2, 5000},
-    {IBV_RATE_10_GBPS, 4, 10000},      {IBV_RATE_20_GBPS, 8, 20000},
-    {IBV_RATE_30_GBPS, 12, 30000},     {IBV_RATE_40_GBPS, 16, 40000},
-    {IBV_RATE_60_GBPS, 24, 60000},     {IBV_RATE_80_GBPS, 32, 80000},
-    {IBV_RATE_120_GBPS, 48, 120000},   {IBV_RATE_14_GBPS, 0, 14062},
-    {IBV_RATE_28_GBPS, 0, 28125},      {IBV_RATE_50_GBPS, 20, 53125},
-    {IBV_RATE_56_GBPS, 0, 56250},      {IBV_RATE_112_GBPS, 0, 112500},
-    {IBV_RATE_168_GBPS, 0, 168750},    {IBV_RATE_25_GBPS, 0, 25781},
-    {IBV_RATE_100_GBPS, 40, 103125},   {IBV_RATE_200_GBPS, 80, 206250},
-    {IBV_RATE_300_GBPS, 0, 309375},    {IBV_RATE_400_GBPS, 160, 425000},
-    {IBV_RATE_600_GBPS, 240, 637500},  {IBV_RATE_800_GBPS, 320, 850000},
+    {IBV_RATE_2_5_GBPS, 1, 2500},       {IBV_RATE_5_GBPS, 2, 5000},
+    {IBV_RATE_10_GBPS, 4, 10000},       {IBV_RATE_20_GBPS, 8, 20000},
+    {IBV_RATE_30_GBPS, 12, 30000},      {IBV_RATE_40_GBPS, 16, 40000},
+    {IBV_RATE_60_GBPS, 24, 60000},      {IBV_RATE_80_GBPS, 32, 80000},
+    {IBV_RATE_120_GBPS, 48, 120000},    {IBV_RATE_14_GBPS, 0, 14062},
+    {IBV_RATE_28_GBPS, 0, 28125},       {IBV_RATE_50_GBPS, 20, 53125},
+    {IBV_RATE_56_GBPS, 0, 56250},       {IBV_RATE_112_GBPS, 0, 112500},
+    {IBV_RATE_168_GBPS, 0, 168750},     {IBV_RATE_25_GBPS, 0, 25781},
+    {IBV_RATE_100_GBPS, 40, 103125},    {IBV_RATE_200_GBPS, 80, 206250},
+    {IBV_RATE_300_GBPS, 0, 309375},     {IBV_RATE_400_GBPS, 160, 425000},
+    {IBV_RATE_600_GBPS, 240, 637500},   {IBV_RATE_800_GBPS, 320, 850000},
     {IBV_RATE_1200_GBPS, 480, 1275000},
 };
 

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Tables behind the *_str and rate functions. */
 #ifndef SOFTMLX5_NAMES_H
 #define SOFTMLX5_NAMES_H

@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Queue pairs: creation, the state machine, the receive queue. Reliable connections only. */
 #include "internal.h"
 
@@ -216,7 +217,7 @@ int sm_destroy_qp(struct ibv_qp *ibqp)
     return 0;
 }
 
-/* ---- errors ------------------------------------------------------------------------------------ */
+/* ---- errors ---------------------------------------------------------------------------------- */
 
 /* What a ConnectX reports beside the status. */
 uint32_t sm_vendor_err(enum ibv_wc_status s)
@@ -274,7 +275,7 @@ void sm_qp_error(struct sm_qp *qp)
     sm_rq_flush(qp);
 }
 
-/* ---- modify -------------------------------------------------------------------------------------- */
+/* ---- modify ---------------------------------------------------------------------------------- */
 
 enum { ALT_PATH = IBV_QP_ALT_PATH, MIG = IBV_QP_PATH_MIG_STATE };
 
@@ -289,8 +290,7 @@ static const struct transition {
          IBV_QP_MIN_RNR_TIMER,
      IBV_QP_PKEY_INDEX | IBV_QP_ACCESS_FLAGS | ALT_PATH},
     {IBV_QPS_RTR, IBV_QPS_RTS,
-     IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-         IBV_QP_MAX_QP_RD_ATOMIC,
+     IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC,
      IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER | ALT_PATH | MIG},
     {IBV_QPS_RTS, IBV_QPS_RTS, 0,
      IBV_QP_CUR_STATE | IBV_QP_ACCESS_FLAGS | IBV_QP_MIN_RNR_TIMER | ALT_PATH | MIG},
@@ -343,10 +343,10 @@ static int check_values(const struct ibv_qp_attr *a, int mask)
 
 static void store_values(struct ibv_qp_attr *to, const struct ibv_qp_attr *a, int mask)
 {
-#define TAKE(bit, field)                                                                           \
-    do {                                                                                           \
-        if (mask & (bit))                                                                          \
-            to->field = a->field;                                                                  \
+#define TAKE(bit, field)          \
+    do {                          \
+        if (mask & (bit))         \
+            to->field = a->field; \
     } while (0)
     TAKE(IBV_QP_PORT, port_num);
     TAKE(IBV_QP_PKEY_INDEX, pkey_index);
@@ -442,7 +442,7 @@ int sm_query_qp(struct ibv_qp *ibqp, struct ibv_qp_attr *attr, int mask,
     return 0;
 }
 
-/* ---- the receive queue ------------------------------------------------------------------------------ */
+/* ---- the receive queue ----------------------------------------------------------------------- */
 
 static int post_one_recv(struct sm_qp *qp, const struct ibv_recv_wr *wr)
 {

@@ -1,14 +1,17 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The responder: executes a peer's requests on this process's memory.
  *
- * It owns what the requester may not decide: keys, rights, receives. Every chunk translates anew, holds
- * the keys of its chain while it is copied and lets go of them before anything else happens, so that a
- * key that is being destroyed waits for one chunk at most and no later chunk gets through.
+ * It owns what the requester may not decide: keys, rights, receives. Every chunk translates anew,
+ * holds the keys of its chain while it is copied and lets go of them before anything else happens,
+ * so that a key that is being destroyed waits for one chunk at most and no later chunk gets
+ * through.
  */
 #include "internal.h"
 
 enum { OPS_PER_TURN = 16, RNR_FOR_EVER = 7 };
 
-/* A request under execution. The copy of the ring entry is private: the peer may scribble on its own. */
+/* A request under execution. The copy of the ring entry is private: the peer may scribble on its
+ * own. */
 struct sm_exec {
     bool vm;      /* process_vm_* works towards the peer */
     bool stopped; /* after an error: the rest of the ring is the requester's to flush */
@@ -74,7 +77,7 @@ static struct sm_who who_of(const struct sm_qp *qp)
     return (struct sm_who){qp->ctx, qp->pdn, qp->qp.qp_num};
 }
 
-/* ---- taking a request ------------------------------------------------------------------------------ */
+/* ---- taking a request ------------------------------------------------------------------------ */
 
 static bool load(struct sm_flow *f)
 {
@@ -101,9 +104,9 @@ static bool load(struct sm_flow *f)
 
 static uint64_t rnr_timer_ns(unsigned code)
 {
-    static const uint32_t us[32] = {655360, 10,    20,    30,    40,    60,     80,     120,
-                                    160,    240,   320,   480,   640,   960,    1280,   1920,
-                                    2560,   3840,  5120,  7680,  10240, 15360,  20480,  30720,
+    static const uint32_t us[32] = {655360, 10,    20,    30,     40,     60,     80,     120,
+                                    160,    240,   320,   480,    640,    960,    1280,   1920,
+                                    2560,   3840,  5120,  7680,   10240,  15360,  20480,  30720,
                                     40960,  61440, 81920, 122880, 163840, 245760, 327680, 491520};
 
     return us[code & 31] * 1000ull;
@@ -190,7 +193,7 @@ static enum step begin(struct sm_qp *qp, struct sm_exec *x, enum ibv_wc_status *
     return STEP_MORE;
 }
 
-/* ---- our side of a chunk: keys held ------------------------------------------------------------------- */
+/* ---- our side of a chunk: keys held ---------------------------------------------------------- */
 
 /* The receive under way does not move while the engine copies: whoever flushes it waits for us. */
 static bool own_memory(struct sm_flow *f, uint64_t off, uint64_t len, struct sm_xlat *own)
@@ -245,7 +248,7 @@ static void send_result(struct sm_exec *x, struct sm_xlat *own)
     own->iov[0] = (struct iovec){&x->result, sizeof(x->result)};
 }
 
-/* ---- copying ---------------------------------------------------------------------------------------------- */
+/* ---- copying --------------------------------------------------------------------------------- */
 
 /* The requester's buffers from `off` on, as process_vm_* wants them. */
 static unsigned slice(const struct sm_ent *e, uint64_t off, uint64_t len, struct iovec *iov)
@@ -283,32 +286,30 @@ static enum step copy_direct(struct sm_flow *f, const struct sm_xlat *own, enum 
     struct sm_exec *x = f->exec;
     struct iovec theirs[SM_SEGS];
     unsigned n = slice(&x->e, x->off, own->len, theirs);
-    ssize_t r = is_outbound(x->e.op)
-                    ? process_vm_writev(f->pid, own->iov, own->niov, theirs, n, 0)
-                    : process_vm_readv(f->pid, own->iov, own->niov, theirs, n, 0);
+    ssize_t r = is_outbound(x->e.op) ? process_vm_writev(f->pid, own->iov, own->niov, theirs, n, 0)
+                                     : process_vm_readv(f->pid, own->iov, own->niov, theirs, n, 0);
 
     if (r == (ssize_t)own->len)
         return STEP_MORE;
-    if (r < 0 && errno == ESRCH)
+    /* The peer has gone, or has become somebody else whom we may not touch. */
+    if (r < 0 && (errno == ESRCH || errno == EPERM))
         return STEP_GONE;
-    if (r < 0 && (errno == EPERM || errno == ENOSYS)) { /* rights lost on the way: the other path */
-        x->vm = false;
-        x->issued = x->off;
-        return STEP_WAIT;
-    }
     *s = blame(x, own, r < 0 ? 0 : (size_t)r);
     return STEP_DONE;
 }
 
-/* The data is in the ring entry itself. Read through the file: a bad page of ours is an error then,
- * not a signal. */
+/* The data came with the request. It goes to our own memory by way of the kernel: a bad page is an
+ * error then, not a signal. */
 static enum step copy_inline(struct sm_flow *f, const struct sm_xlat *own, enum ibv_wc_status *s)
 {
     struct sm_exec *x = f->exec;
+    struct iovec data = {x->e.data + x->off, own->len};
     off_t at = (off_t)(offsetof(struct sm_shm, ring) + x->seq % SM_RING * sizeof(struct sm_ent) +
                        offsetof(struct sm_ent, data) + x->off);
+    ssize_t r = f->memfd < 0 ? process_vm_readv(getpid(), own->iov, own->niov, &data, 1, 0)
+                             : preadv(f->memfd, own->iov, (int)own->niov, at);
 
-    if (preadv(f->memfd, own->iov, (int)own->niov, at) == (ssize_t)own->len)
+    if (r == (ssize_t)own->len)
         return STEP_MORE;
     *s = IBV_WC_REM_OP_ERR;
     return STEP_DONE;
@@ -327,8 +328,8 @@ static enum step copy_held(struct sm_flow *f, struct sm_xlat *own, enum ibv_wc_s
     return x->e.flags & SM_ENT_INLINE ? copy_inline(f, own, s) : copy_direct(f, own, s);
 }
 
-/* No lock held. One chunk of a request whose data we can reach ourselves: our keys are held, theirs are
- * guarded, then the bytes move. */
+/* No lock held. One chunk of a request whose data we can reach ourselves: our keys are held, theirs
+ * are guarded, then the bytes move. */
 static enum step chunk_direct(struct sm_flow *f, enum ibv_wc_status *s)
 {
     struct sm_exec *x = f->exec;
@@ -351,7 +352,7 @@ static enum step chunk_direct(struct sm_flow *f, enum ibv_wc_status *s)
     return st;
 }
 
-/* ---- the slow path: through the bounce buffers ----------------------------------------------------------------- */
+/* ---- the slow path: through the bounce buffers ----------------------------------------------- */
 
 static off_t bounce_at(unsigned slot)
 {
@@ -408,8 +409,8 @@ static void slot_give(struct sm_bounce *b, const struct sm_exec *x, uint32_t len
     atomic_store_explicit(&b->state, state, memory_order_release);
 }
 
-/* Lengths and offsets are ours by position; nothing that the peer may have written into a slot counts,
- * its state excepted. */
+/* Lengths and offsets are ours by position; nothing that the peer may have written into a slot
+ * counts, its state excepted. */
 static uint32_t slot_len(const struct sm_exec *x, uint64_t off)
 {
     return (uint32_t)MIN(x->e.len - off, SM_BOUNCE_SIZE);
@@ -483,15 +484,15 @@ static enum step slow_inbound(struct sm_flow *f, enum ibv_wc_status *s)
     }
 }
 
-/* ---- finishing -------------------------------------------------------------------------------------------------- */
+/* ---- finishing ------------------------------------------------------------------------------- */
 
 /* Lock held. What a message that has arrived does to the receive queue. */
 static void deliver(struct sm_flow *f)
 {
     struct sm_exec *x = f->exec;
     struct sm_qp *qp = f->qp;
-    struct ibv_wc wc = {.opcode = IBV_WC_RECV, .byte_len = x->e.len,
-                        .src_qp = qp->attr.dest_qp_num};
+    struct ibv_wc wc = {
+        .opcode = IBV_WC_RECV, .byte_len = x->e.len, .src_qp = qp->attr.dest_qp_num};
 
     switch ((enum ibv_wr_opcode)x->e.op) {
     case IBV_WR_RDMA_WRITE_WITH_IMM:
@@ -544,14 +545,16 @@ static void finish(struct sm_flow *f, enum ibv_wc_status s)
     x->seq++;
     qp->received++;
     x->stopped = s != IBV_WC_SUCCESS;
+    /* Our side hears of it no later than the requester: event first, and whoever asks for our state
+     * waits for the lock. */
+    if (is_nak(s))
+        nak_event(qp, s);
     atomic_store(&f->shm->done, x->seq);
     /* The requester asks first and looks second; we answer first and look second. */
     if (atomic_load(&f->shm->want_kick) && atomic_exchange(&f->shm->want_kick, 0))
         sm_flow_ring(f);
-    if (is_nak(s)) {
-        nak_event(qp, s);
+    if (is_nak(s))
         sm_qp_error(qp);
-    }
 }
 
 static enum ibv_wc_status remote_invalidate(struct sm_flow *f)
@@ -561,7 +564,7 @@ static enum ibv_wc_status remote_invalidate(struct sm_flow *f)
                : IBV_WC_SUCCESS;
 }
 
-/* ---- turns ----------------------------------------------------------------------------------------------------------- */
+/* ---- turns ----------------------------------------------------------------------------------- */
 
 /* No lock held, `copying` set. */
 static enum step move_data(struct sm_flow *f, enum ibv_wc_status *s)
@@ -570,18 +573,12 @@ static enum step move_data(struct sm_flow *f, enum ibv_wc_status *s)
     enum step st = STEP_MORE;
 
     if (x->off < x->e.len) {
-        if ((x->vm && atomic_load_explicit(&f->shm->vm_ok, memory_order_relaxed)) ||
-            (x->e.flags & SM_ENT_INLINE))
+        if (x->vm || (x->e.flags & SM_ENT_INLINE))
             st = chunk_direct(f, s);
         else
             st = is_outbound(x->e.op) ? slow_outbound(f, s) : slow_inbound(f, s);
     }
-    if (st == STEP_MORE && x->off == x->e.len) {
-        if (x->e.op == IBV_WR_SEND_WITH_INV)
-            *s = remote_invalidate(f);
-        st = STEP_DONE;
-    }
-    return st;
+    return st == STEP_MORE && x->off == x->e.len ? STEP_DONE : st;
 }
 
 /* One step of one request. Lock held, dropped while data moves. */
@@ -601,6 +598,9 @@ static enum step step(struct sm_flow *f)
         pthread_mutex_unlock(&f->qp->lock);
         st = move_data(f, &s);
         sm_flow_copy_end(f);
+        /* Not within the copy: whoever waits for that holds a lock that this may want. */
+        if (st == STEP_DONE && !s && x->e.op == IBV_WR_SEND_WITH_INV)
+            s = remote_invalidate(f);
         pthread_mutex_lock(&f->qp->lock);
         if (f->detached)
             return STEP_WAIT;

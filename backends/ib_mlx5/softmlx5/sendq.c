@@ -1,9 +1,10 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* The send queue: posting, handing over to the ring, completing.
  *
  * A request waits in the private queue until the pump translates its local buffers and puts it into
- * the ring that the peer's responder serves. Binds and invalidations are executed by the pump itself,
- * in their turn. Completions come back through the ring's `done` counter and are collected by whoever
- * looks next: a poller, or the engine when it was asked to (want_kick).
+ * the ring that the peer's responder serves. Binds and invalidations are executed by the pump
+ * itself, in their turn. Completions come back through the ring's `done` counter and are collected
+ * by whoever looks next: a poller, or the engine when it was asked to (want_kick).
  */
 #include "internal.h"
 
@@ -29,7 +30,7 @@ static struct sm_who who_of(const struct sm_qp *qp)
     return (struct sm_who){qp->ctx, qp->pdn, qp->qp.qp_num};
 }
 
-/* ---- posting ---------------------------------------------------------------------------------- */
+/* ---- posting --------------------------------------------------------------------------------- */
 
 static int copy_inline(const struct ibv_send_wr *wr, struct sm_wqe *w, uint32_t max)
 {
@@ -224,7 +225,7 @@ int sm_bind_mw(struct ibv_qp *ibqp, struct ibv_mw *mw, struct ibv_mw_bind *b)
     return rc;
 }
 
-/* ---- completing --------------------------------------------------------------------------------- */
+/* ---- completing ------------------------------------------------------------------------------ */
 
 static enum ibv_wc_opcode wc_opcode(enum ibv_wr_opcode op)
 {
@@ -291,8 +292,8 @@ static enum ibv_wc_status drain(struct sm_qp *qp, struct sm_flow *f)
     return IBV_WC_SUCCESS;
 }
 
-/* Nobody may see the completion while a chunk of the request is still under way: going to error stops
- * the connection first and then collects what is marked here. */
+/* Nobody may see the completion while a chunk of the request is still under way: going to error
+ * stops the connection first and then collects what is marked here. */
 void sm_sq_fail_head(struct sm_qp *qp, enum ibv_wc_status s)
 {
     struct sm_wqe *w = SLOT(qp, qp->sq_head);
@@ -335,7 +336,7 @@ void sm_sq_flush(struct sm_qp *qp)
     qp->sq_pumped = qp->sq_head;
 }
 
-/* ---- the pump -------------------------------------------------------------------------------------- */
+/* ---- the pump -------------------------------------------------------------------------------- */
 
 /* Local buffers as addresses. All of them or nothing: the responder knows no keys of ours. */
 static enum ibv_wc_status translate_local(struct sm_qp *qp, const struct sm_wqe *w,
@@ -345,7 +346,8 @@ static enum ibv_wc_status translate_local(struct sm_qp *qp, const struct sm_wqe 
 
     if (!sm_xlat_sges(&who, w->sge, w->num_sge, 0, w->len, fills_local(w->op) ? SM_LW : SM_LR, x))
         return IBV_WC_LOC_PROT_ERR;
-    return x->len == w->len ? IBV_WC_SUCCESS : IBV_WC_LOC_LEN_ERR; /* more pieces than can be named */
+    return x->len == w->len ? IBV_WC_SUCCESS
+                            : IBV_WC_LOC_LEN_ERR; /* more pieces than can be named */
 }
 
 static enum ibv_wc_status check_request(const struct sm_qp *qp, const struct sm_wqe *w)
@@ -512,7 +514,7 @@ void sm_sq_progress(struct sm_qp *qp)
     arm_timer(qp);
 }
 
-/* ---- local keys that go away ------------------------------------------------------------------------ */
+/* ---- local keys that go away ----------------------------------------------------------------- */
 
 /* First request in the ring that no longer may touch its buffers; UINT64_MAX = none. */
 static uint64_t first_stale(struct sm_qp *qp, struct sm_flow *f)
@@ -530,8 +532,8 @@ static uint64_t first_stale(struct sm_qp *qp, struct sm_flow *f)
         e = &f->shm->ring[w->ring_seq % SM_RING];
         same = !translate_local(qp, w, &x) && x.niov == e->nseg;
         for (unsigned k = 0; same && k < x.niov; k++)
-            same = (uintptr_t)x.iov[k].iov_base == e->seg[k].addr &&
-                   x.iov[k].iov_len == e->seg[k].len;
+            same =
+                (uintptr_t)x.iov[k].iov_base == e->seg[k].addr && x.iov[k].iov_len == e->seg[k].len;
         sm_xlat_put(&x);
         if (!same)
             return w->ring_seq;
@@ -559,8 +561,9 @@ static bool find_stale(struct sm_qp *qp, struct stale *out)
     return out->flow != NULL;
 }
 
-/* The waiting happens without locks, except when there is no memory for a list of what to wait for. A
- * request that somebody else cancelled before is waited for all the same: we, too, promise its end. */
+/* The waiting happens without locks, except when there is no memory for a list of what to wait for.
+ * A request that somebody else cancelled before is waited for all the same: we, too, promise its
+ * end. */
 void sm_sq_revalidate(struct sm_ctx *ctx)
 {
     struct stale *list = NULL, s;
@@ -568,7 +571,7 @@ void sm_sq_revalidate(struct sm_ctx *ctx)
     struct list *l;
 
     pthread_mutex_lock(&ctx->qp_list_lock);
-    list_for_each(l, &ctx->qps) {
+    list_for_each (l, &ctx->qps) {
         struct stale *more;
 
         if (!find_stale(container_of(l, struct sm_qp, link), &s))

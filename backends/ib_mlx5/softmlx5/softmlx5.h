@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Control surface of softmlx5, the software mlx5 device. For tests and tools only: a program that
  * drives the device through the verbs ABI needs nothing from here. Version node: SOFTMLX5_1.0.
  */
@@ -28,18 +29,20 @@ extern "C" {
  */
 uint64_t softmlx5_stat(const char *name);
 
-/* Writes the counter names, newline-separated and NUL-terminated, into buf and returns the size that
- * this takes, the NUL included. Truncated when size is smaller. */
+/* Writes the counter names, newline-separated and NUL-terminated, into buf and returns the size
+ * that this takes, the NUL included. Truncated when size is smaller. */
 int softmlx5_stat_names(char *buf, size_t size);
 
-/* Injects faults; "" clears all. Returns 0, or EINVAL when the text makes no sense (nothing changes).
+/* Injects faults; "" clears all. Returns 0, or EINVAL when the text makes no sense (nothing
+ * changes).
  *
  *   spec    := item { ';' item }
  *   item    := command ':' key '=' value { ',' key '=' value }
  *   command := create_mkey | destroy_mkey | query_mkey | query_hca_cap | reg_mr | dereg_mr |
  *              alloc_pd | create_cq | create_qp | modify_qp | umem_reg
  *   key     := status, syndrome (firmware answer) | errno (kernel answer) |
- *              after (calls let through first, default 0) | count (calls refused, default 1, 0 = all)
+ *              after (calls let through first, default 0) | count (calls refused, default 1, 0 =
+ * all)
  */
 int softmlx5_fault(const char *spec);
 

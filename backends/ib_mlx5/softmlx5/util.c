@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Bit fields, futexes, clocks: what every other part needs and nothing else. */
 #include "internal.h"
 

@@ -1,12 +1,14 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
 /* Connecting: how a sender finds the receiver that its GID or LID names.
  *
- * A sender calls: it connects to the abstract socket that the address stands for and says HELLO, with
- * the shared memory of the connection attached. The call is parked until a queue pair of that number
- * is ready to receive from just this sender; then it is answered. No side ever blocks, and the two
- * directions of a queue pair are two calls, so that there is nothing to arbitrate when both call.
+ * A sender calls: it connects to the abstract socket that the address stands for and says HELLO,
+ * with the shared memory of the connection attached. The call is parked until a queue pair of that
+ * number is ready to receive from just this sender; then it is answered. No side ever blocks, and
+ * the two directions of a queue pair are two calls, so that there is nothing to arbitrate when both
+ * call.
  *
- * Abstract names leave nothing behind. What the kernel says about the other side (SO_PEERCRED) has to
- * agree with the address that it claims.
+ * Abstract names leave nothing behind. What the kernel says about the other side (SO_PEERCRED) has
+ * to agree with the address that it claims.
  */
 #include "internal.h"
 
@@ -46,7 +48,7 @@ struct hello_answer {
     uint8_t cookie[16];
 };
 
-/* ---- addresses ------------------------------------------------------------------------------------ */
+/* ---- addresses ------------------------------------------------------------------------------- */
 
 static socklen_t name_of(struct sockaddr_un *sa, const char *text)
 {
@@ -125,7 +127,7 @@ int sm_wire_listen(struct sm_ctx *ctx)
     return rc ? rc : sm_engine_watch(ctx, eng->listen_lid, SM_TAG_LISTEN_LID, 0, EPOLLIN);
 }
 
-/* ---- messages with descriptors ---------------------------------------------------------------------- */
+/* ---- messages with descriptors --------------------------------------------------------------- */
 
 static bool send_msg(int sock, const void *data, size_t size, const int *fds, int nfds)
 {
@@ -134,7 +136,9 @@ static bool send_msg(int sock, const void *data, size_t size, const int *fds, in
         char buf[CMSG_SPACE(sizeof(int) * HELLO_FDS)];
     } c = {.buf = {0}};
     struct iovec iov = {(void *)(uintptr_t)data, size};
-    struct msghdr m = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = c.buf,
+    struct msghdr m = {.msg_iov = &iov,
+                       .msg_iovlen = 1,
+                       .msg_control = c.buf,
                        .msg_controllen = CMSG_SPACE(sizeof(int) * (size_t)nfds)};
     struct cmsghdr *h = CMSG_FIRSTHDR(&m);
 
@@ -153,8 +157,8 @@ static ssize_t recv_msg(int sock, void *data, size_t size, int *fds, int want)
         char buf[CMSG_SPACE(sizeof(int) * 8)];
     } c;
     struct iovec iov = {data, size};
-    struct msghdr m = {.msg_iov = &iov, .msg_iovlen = 1, .msg_control = c.buf,
-                       .msg_controllen = sizeof(c.buf)};
+    struct msghdr m = {
+        .msg_iov = &iov, .msg_iovlen = 1, .msg_control = c.buf, .msg_controllen = sizeof(c.buf)};
     ssize_t n = recvmsg(sock, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     int got = 0;
 
@@ -182,7 +186,7 @@ static ssize_t recv_msg(int sock, void *data, size_t size, int *fds, int want)
     return -EPROTO;
 }
 
-/* ---- who is there ---------------------------------------------------------------------------------------- */
+/* ---- who is there ---------------------------------------------------------------------------- */
 
 static bool uid_agrees(const uint8_t *gid, uid_t uid)
 {
@@ -212,8 +216,8 @@ static int peer_pidfd(int sock, pid_t pid)
     return (int)syscall(SYS_pidfd_open, pid, 0);
 }
 
-/* Yama's scope 1 lets only a declared process look into us, and only one: the first peer gets it, the
- * others take the slow path. */
+/* Yama's scope 1 lets only a declared process look into us, and only one: the first peer gets it,
+ * the others take the slow path. */
 static void declare_to_yama(pid_t pid)
 {
     static _Atomic int declared;
@@ -246,7 +250,7 @@ static bool probe_memory(pid_t pid, const struct hello *h, uint8_t reply[16])
     return process_vm_writev(pid, &mine, 1, &theirs, 1, 0) == 16;
 }
 
-/* ---- calling ----------------------------------------------------------------------------------------------- */
+/* ---- calling --------------------------------------------------------------------------------- */
 
 static uint32_t send_psn(const struct sm_qp *qp)
 {
@@ -325,6 +329,14 @@ void sm_wire_connect(struct sm_qp *qp, uint64_t now)
         sm_flow_detach(f);
 }
 
+/* Both ends move data directly: the file behind the shared memory has served. Descriptors are what
+ * a process with many queue pairs runs out of first. */
+static void drop_file(struct sm_flow *f)
+{
+    sm_fd_close(f->ctx, f->memfd);
+    f->memfd = -1;
+}
+
 bool sm_wire_answer(struct sm_flow *f)
 {
     struct hello_answer a;
@@ -342,13 +354,16 @@ bool sm_wire_answer(struct sm_flow *f)
     if (!f->bell || a.magic != WIRE_MAGIC || a.version != WIRE_VERSION ||
         a.flow_id >= SM_MAX_FLOWS || !peer_cred(f->sock, &cred) || !uid_agrees(a.gid, cred.uid))
         return false;
-    atomic_store(&f->shm->vm_ok, a.vm && !memcmp(f->cookie + 16, a.cookie, 16));
+    if (a.vm && memcmp(f->cookie + 16, a.cookie, 16))
+        return false; /* it says that it wrote to us, but it was to somebody else */
+    if (a.vm)
+        drop_file(f);
     f->state = SM_FLOW_READY;
     f->qp->deadline = 0;
     return true;
 }
 
-/* ---- being called ------------------------------------------------------------------------------------------- */
+/* ---- being called ---------------------------------------------------------------------------- */
 
 struct parked {
     struct list link;
@@ -450,6 +465,8 @@ static bool answer_call(struct sm_qp *qp, struct parked *p)
     a.flow_id = f->id;
     memcpy(a.gid, ctx->gid.raw, 16);
     count_path(f, a.vm);
+    if (a.vm)
+        drop_file(f);
     if (!send_msg(f->sock, &a, sizeof(a), fds, ANSWER_FDS))
         sm_flow_detach(f);
     return true;
@@ -462,7 +479,7 @@ static bool try_answer(struct sm_ctx *ctx, struct parked *p)
     struct list *l;
 
     pthread_mutex_lock(&ctx->qp_list_lock);
-    list_for_each(l, &ctx->qps) {
+    list_for_each (l, &ctx->qps) {
         struct sm_qp *qp = container_of(l, struct sm_qp, link);
 
         if (qp->qp.qp_num != p->h.dest_qpn)
@@ -486,7 +503,7 @@ void sm_wire_rescan(struct sm_ctx *ctx)
 {
     struct list *l, *tmp;
 
-    list_for_each_safe(l, tmp, &ctx->eng.parked) {
+    list_for_each_safe (l, tmp, &ctx->eng.parked) {
         struct parked *p = container_of(l, struct parked, link);
 
         if (p->said_hello)
@@ -500,7 +517,7 @@ void sm_wire_parked_event(struct sm_ctx *ctx, uint32_t id)
     struct list *l;
     ssize_t n;
 
-    list_for_each(l, &ctx->eng.parked) {
+    list_for_each (l, &ctx->eng.parked) {
         if (container_of(l, struct parked, link)->id == id)
             p = container_of(l, struct parked, link);
     }
