@@ -312,11 +312,12 @@ class Peer:
     def __enter__(self) -> "Peer":
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()  # it ends when it has nothing more to read
         try:
-            self.process.wait(10)
+            # After a failure it may be streaming writes without end.
+            self.process.wait(10 if kind is None else 0.2)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
