@@ -245,7 +245,7 @@ class HandleMachine(RuleBasedStateMachine):
     @rule(pair=rkeys)
     def revoke_and_use(self, pair: tuple[Handle, um.Rkey]) -> None:
         """The order that matters most, and that chance finds seldom."""
-        handle, rkey = pair
+        handle = pair[0]
         if handle.parent is None or handle.live_children:
             return
         if handle.state is LIVE:

@@ -3,10 +3,10 @@
 
 from typing import Any
 
-from _model import PROFILE, HandleMachine
 from hypothesis import settings
 
 import ucx_memh as um
+from _model import PROFILE, HandleMachine
 
 
 class Mlx5Machine(HandleMachine):
