@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the tests of the core share: fake devices, and an independent reading of packed keys."""
 
+import ctypes
 import struct
 import threading
 from typing import Any, NamedTuple
@@ -120,3 +121,47 @@ def native(key: bytes) -> tuple[int, int]:
     """The native values that a key of a fake device names: for put and get, for atomics."""
     rma, atomic = struct.unpack_from("<II", payload(key), 8)
     return rma, atomic or rma
+
+
+# ---- a handle in memory: the structs of backend.h ----
+
+
+class Identity(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("md", "parent", "children", "next", "prev", "plan")),
+        ("key_id", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("refs", "state", "live_children", "own_offset")),
+    ]
+
+
+class Inherited(ctypes.Structure):
+    _fields_ = [
+        ("reg", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("lkey", ctypes.c_uint32),
+        ("mem_type", ctypes.c_uint32),
+    ]
+
+
+class Slot(ctypes.Structure):
+    _fields_ = [
+        ("object", ctypes.c_void_p),
+        ("value", ctypes.c_uint32),
+        ("live", ctypes.c_uint8),
+        ("kind", ctypes.c_uint8),
+        ("reserved", ctypes.c_uint16),
+    ]
+
+
+class Own(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("address", "length", "rights", "grant")),
+        ("ep", ctypes.c_void_p),
+        ("slot", Slot * 3),
+        ("packed", ctypes.c_void_p * 8),
+        *((name, ctypes.c_void_p) for name in ("device_done", "user_done", "self")),
+        *((name, ctypes.c_uint32) for name in ("pending", "closing")),
+        ("failed", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+    ]

@@ -32,19 +32,27 @@ class Interrupted(Exception):
 
 @pytest.fixture
 def interrupt():
-    """`interrupt(handler)`: the handler runs in the main thread soon, like that of a Ctrl-C."""
+    """`interrupt(handler, when)`: like a Ctrl-C in the main thread as soon as `when()` is true."""
     before = signal.getsignal(signal.SIGUSR1)
-    timers = []
+    main = threading.main_thread().ident
+    threads = []
+    ended = threading.Event()
 
-    def start(handler):
+    def send(when):
+        while not when():
+            if ended.wait(0.001):
+                return
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    def start(handler, when):
         signal.signal(signal.SIGUSR1, lambda *_: handler())
-        main = threading.main_thread().ident
-        timers.append(threading.Timer(0.03, signal.pthread_kill, (main, signal.SIGUSR1)))
-        timers[-1].start()
+        threads.append(threading.Thread(target=send, args=(when,)))
+        threads[-1].start()
 
     yield start
-    for timer in timers:
-        timer.join()
+    ended.set()
+    for thread in threads:
+        thread.join()
     signal.signal(signal.SIGUSR1, before)
 
 
@@ -546,7 +554,7 @@ def test_rule12_an_interrupted_transfer_goes_on_and_holds_its_buffer(fakes, inte
     base = md.mem_reg(memory)
     rkey = md.rkey_unpack(base.mkey_pack())
     device.hold()
-    interrupt(give_up)
+    interrupt(give_up, lambda: device.in_flight)
     with pytest.raises(Interrupted):
         one.put(rkey, base.address, local)
     gc.collect()
@@ -566,7 +574,7 @@ def test_rule12_an_interrupted_transfer_holds_its_memory_handle(fakes, interrupt
     base, source = md.mem_reg(memory), md.mem_reg(local)
     rkey = md.rkey_unpack(base.mkey_pack())
     device.hold()
-    interrupt(give_up)
+    interrupt(give_up, lambda: device.in_flight)
     with pytest.raises(Interrupted):
         one.put(rkey, base.address, source)
     with pytest.raises(um.BusyError):
@@ -580,7 +588,7 @@ def test_rule12_an_interrupted_transfer_holds_its_memory_handle(fakes, interrupt
 def test_rule12_an_interrupted_invalidate_goes_on(fakes, interrupt):
     md, device = fakes(destroy="manual")
     base, win = packed(md)
-    interrupt(give_up)
+    interrupt(give_up, lambda: device.destroying)
     with pytest.raises(Interrupted):
         win.invalidate()
     assert (win.state, device.destroying) == (REVOKING, 1)
@@ -596,7 +604,7 @@ def test_rule12_an_interrupted_dereg_goes_on(fakes, interrupt):
     memory = bytearray(64)
     base = md.mem_reg(memory)
     base.mkey_pack(RMA | AMO)
-    interrupt(give_up)
+    interrupt(give_up, lambda: device.destroying)
     with pytest.raises(Interrupted):
         base.dereg()
     with pytest.raises(BufferError):
@@ -613,7 +621,7 @@ def test_rule12_interrupted_while_the_queue_is_full(fakes, interrupt):
     base = md.mem_reg(memory)
     rkey = md.rkey_unpack(base.mkey_pack())
     device.fail("post", um.Status.NO_RESOURCE, count=2**60)
-    interrupt(give_up)
+    interrupt(give_up, lambda: device.count("post"))
     with pytest.raises(Interrupted):
         one.put(rkey, base.address, local)
     local.append(0)
@@ -636,7 +644,7 @@ def test_rule12_a_full_queue_is_waited_for(fakes):
 def test_rule12_an_interrupted_forced_close_can_be_repeated(fakes, interrupt):
     md, device = fakes(destroy="manual")
     base, win = packed(md)
-    interrupt(give_up)
+    interrupt(give_up, lambda: device.destroying)
     with pytest.raises(Interrupted):
         md.close(force=True)
     assert not md.closed
@@ -652,12 +660,12 @@ def test_rule12_a_handler_that_does_not_raise_does_not_disturb(fakes, interrupt,
     rkey = md.rkey_unpack(base.mkey_pack())
     if what == "transfer":
         device.hold()
-        interrupt(device.release)
+        interrupt(device.release, lambda: device.in_flight)
         one.put(rkey, base.address, b"x")
     else:
-        interrupt(device.complete)
+        interrupt(device.complete, lambda: device.destroying)
         win.invalidate()
-    interrupt(device.complete)
+    interrupt(device.complete, lambda: device.destroying)
     win.dereg()
 
 
@@ -686,7 +694,7 @@ def test_rule12_wait_for_ever(fakes, interrupt, timeout):
     rkey = md.rkey_unpack(base.mkey_pack())
     device.hold()
     operation = one.fetch_add_nb(rkey, base.address - base.address % 8, 0)
-    interrupt(device.release)
+    interrupt(device.release, lambda: device.in_flight)
     assert operation.wait(timeout=timeout) == 0
     assert operation.wait(timeout=timeout) == 0  # again
 

@@ -135,5 +135,6 @@ def test_version_is_said_once(root):
 
 def test_entry_points_are_packages_of_the_tree(root):
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    for name, package in project["entry-points"]["ucx_memh"].items():
-        assert (root / "backends" / name / package / "__init__.py").exists()
+    for name, module in project["entry-points"]["ucx_memh"].items():
+        path = root / "backends" / name / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists()

@@ -7,11 +7,12 @@ above it; the C structs and free nogil functions come first, the Python classes 
 """
 cimport cython
 from cpython.buffer cimport (
-    PyBUF_SIMPLE, PyBuffer_Release,
+    PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
+from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stddef cimport size_t

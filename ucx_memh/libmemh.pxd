@@ -115,6 +115,7 @@ cdef extern from "ucx_memh/memh.h" nogil:
 cdef extern from "ucx_memh/backend.h" nogil:
     enum:
         UCXM_BACKEND_ABI
+        UCXM_KEY_PLACEHOLDER
         UCXM_SLOT_PLAIN
         UCXM_SLOT_INDIRECT
         UCXM_SLOT_ATOMIC
@@ -239,6 +240,7 @@ cdef extern from "ucx_memh/backend.h" nogil:
         uint8_t software
         uint8_t python
         uint8_t fast_reg
+        uint8_t placeholders
         ucxm_enforcement_t enforcement
         char component[32]
         char md_name[64]

@@ -14,7 +14,8 @@ cdef uint64_t as_u64(object value, str name, str op) except? 0xdeadbeefdeadbeef:
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise _errors.InvalidParamError(
             f"{name} must be an integer, not {type(value).__name__}", op=op)
-    return as_u64(value.__index__(), name, op)
+    # Whatever __index__ returns, an exact int: a subclass's could go on for ever.
+    return as_u64(int.__add__(PyNumber_Index(value), 0), name, op)
 
 
 cdef uint64_t as_access(object flags, str op) except? 0xdeadbeefdeadbeef:
@@ -36,6 +37,18 @@ cdef object enforcement_table(ucxm_enforcement_t *cells):
         [cells.revoke[i] for i in range(3)])
 
 
+cdef bint holds_objects(const char *format) noexcept nogil:
+    """Does an item of this format hold Python references?  ':' encloses the names of fields."""
+    cdef bint named = False
+    while format != NULL and format[0] != 0:
+        if format[0] == c':':
+            named = not named
+        elif format[0] == c'O' and not named:
+            return True
+        format += 1
+    return False
+
+
 cdef int get_buffer(object buffer, Py_buffer *view, bint writable, str op) except -1:
     """Export a C-contiguous buffer, or say in our words why not."""
     if not PyObject_CheckBuffer(buffer):
@@ -45,10 +58,13 @@ cdef int get_buffer(object buffer, Py_buffer *view, bint writable, str op) excep
         raise _errors.InvalidParamError(
             f"{type(buffer).__name__} does not export a buffer", op=op)
     try:
-        PyObject_GetBuffer(buffer, view, PyBUF_SIMPLE)
+        PyObject_GetBuffer(buffer, view, PyBUF_ND | PyBUF_FORMAT)
     except (BufferError, ValueError) as error:
         raise _errors.InvalidParamError(f"no C-contiguous buffer: {error}", op=op) from error
     if writable and view.readonly:
         PyBuffer_Release(view)
         raise _errors.AccessError("the buffer is read-only", op=op)
+    if holds_objects(view.format):
+        PyBuffer_Release(view)
+        raise _errors.InvalidParamError("the buffer holds Python objects, not plain bytes", op=op)
     return 0

@@ -60,6 +60,8 @@ cdef ucxm_status_t close_parked(md_t *md, uint64_t until, ucxm_error_t *error) n
     while True:
         pthread_mutex_lock(&md.key_lock)
         status = parked_flush(md, NULL, error)
+        if status == UCXM_OK:
+            status = placeholders_flush(md, error)
         pthread_mutex_unlock(&md.key_lock)
         if status != UCXM_INPROGRESS or now_ns() >= until:
             return status
@@ -127,6 +129,8 @@ cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
     else:  # one that came after the look above
         pthread_mutex_lock(&md.key_lock)
         status = parked_flush(md, NULL, error)
+        if status == UCXM_OK:
+            status = placeholders_flush(md, error)
         pthread_mutex_unlock(&md.key_lock)
     if status != UCXM_OK:
         store32(&md.state, MD_OPEN)

@@ -188,6 +188,8 @@ cdef Operation transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey_obje
     operation.endpoint = self
     operation.rkey = rkey_object
     operation.op = op
+    rkey_get(rkey)  # the user may close it in another thread meanwhile
+    transfer.op.rkey = &rkey.pub
     transfer.op.kind = kind
     transfer.op.remote_address = address
     transfer.op.operand = operand
@@ -201,7 +203,7 @@ cdef Operation transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey_obje
     status = transfer_check(ep, rkey, kind, address, transfer.op.length, &error)
     if status == UCXM_OK:
         with nogil:
-            status = transfer_post(transfer, ep, rkey, &error)
+            status = transfer_post(transfer, ep, &error)
     while status == UCXM_ERR_NO_RESOURCE:
         with nogil:
             deadline = now_ns() + SLICE_NS
@@ -209,7 +211,7 @@ cdef Operation transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey_obje
                 if md_progress(ep.md) == 0:
                     sched_yield()
                 memset(&error, 0, sizeof(error))
-                status = transfer_post(transfer, ep, rkey, &error)
+                status = transfer_post(transfer, ep, &error)
         PyErr_CheckSignals()
     if status != UCXM_OK:
         raise rkey_failure(status, op, rkey, &error, address, transfer.op.length)
@@ -240,9 +242,13 @@ cdef class Endpoint:
             ep_put(ep)
 
     def __repr__(self):
-        if load32(&(<ep_t *>self.ep).closed):
-            return "<Endpoint closed>"
-        return f"<Endpoint {md_component((<ep_t *>self.ep).md)} {self.state.name}>"
+        cdef ep_t *ep = <ep_t *>self.ep
+        cdef ucxm_status_t status = ep_enter(ep)
+        if status != UCXM_OK:
+            return f"<Endpoint {'closed' if status == UCXM_ERR_CLOSED else 'forked'}>"
+        state = ep.md.ep_ops.ep_state(ep.md.priv, &ep.pub)
+        ep_leave(ep)
+        return f"<Endpoint {md_component(ep.md)} {_flags.EpState(state).name}>"
 
     def __reduce__(self):
         raise TypeError("an Endpoint cannot be pickled or copied: hand over its address")
@@ -261,11 +267,11 @@ cdef class Endpoint:
         cdef uint8_t address[UCXM_EP_ADDRESS_MAX]
         cdef size_t length = sizeof(address)
         cdef ucxm_error_t error
-        cdef ucxm_status_t status = md_enter(md)
+        cdef ucxm_status_t status = ep_enter(ep)
         memset(&error, 0, sizeof(error))
         if status == UCXM_OK:
             status = md.ep_ops.ep_address(md.priv, &ep.pub, address, &length, &error)
-            md_leave(md)
+            ep_leave(ep)
         if status != UCXM_OK:
             raise failure(status, "address", md, &error, {})
         return PyBytes_FromStringAndSize(<const char *>address, length)
@@ -285,11 +291,11 @@ cdef class Endpoint:
         memset(&error, 0, sizeof(error))
         get_buffer(peer_address, &view, False, "connect")
         with nogil:
-            status = md_enter(md)
+            status = ep_enter(ep)
             if status == UCXM_OK:
                 status = md.ep_ops.ep_connect(md.priv, &ep.pub, <const uint8_t *>view.buf,
                                               view.len, &error)
-                md_leave(md)
+                ep_leave(ep)
         PyBuffer_Release(&view)
         if status != UCXM_OK:
             raise failure(status, "connect", md, &error, {})
@@ -300,11 +306,11 @@ cdef class Endpoint:
         cdef ep_t *ep = ep_use(self, "state")
         cdef md_t *md = ep.md
         cdef uint32_t state
-        cdef ucxm_status_t status = md_enter(md)
+        cdef ucxm_status_t status = ep_enter(ep)
         if status != UCXM_OK:
             raise failure(status, "state", md, NULL, {})
         state = md.ep_ops.ep_state(md.priv, &ep.pub)
-        md_leave(md)
+        ep_leave(ep)
         return _flags.EpState(state)
 
     @property
@@ -334,10 +340,10 @@ cdef class Endpoint:
         cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
         with nogil:
-            status = md_enter(md)
+            status = ep_enter(ep)
             if status == UCXM_OK:
                 status = md.ep_ops.ep_reset(md.priv, &ep.pub, &error)
-                md_leave(md)
+                ep_leave(ep)
         if status != UCXM_OK:
             raise failure(status, "reset", md, &error, {})
         if self.error_callback is not None:
@@ -356,7 +362,7 @@ cdef class Endpoint:
                 break
             try:
                 revoke_and_wait(memh, False, NULL, "close")
-            except _errors.RevokedError:
+            except (_errors.RevokedError, _errors.ClosedError):
                 pass  # another thread was faster
             finally:
                 memh_put(memh)

@@ -58,37 +58,134 @@ cdef ucxm_status_t parked_flush(md_t *md, const ucxm_registration_t *reg,
     return left
 
 
+cdef void placeholder_done(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil:
+    cdef parked_t *placeholder = <parked_t *>self
+    cdef md_t *md = placeholder.md
+    pthread_mutex_lock(&md.key_lock)
+    placeholder.state = PARKED_HELD if status != UCXM_OK else PARKED_NONE
+    pthread_mutex_unlock(&md.key_lock)
+
+
+cdef ucxm_status_t placeholder_drop(md_t *md, ucxm_error_t *error) noexcept nogil:
+    """Destroy the oldest one."""
+    cdef placeholders_t *all = &md.placeholders
+    cdef parked_t *oldest = &all.ring[all.oldest]
+    cdef ucxm_status_t status
+    if oldest.state == PARKED_DYING:
+        return UCXM_INPROGRESS
+    if oldest.state == PARKED_HELD:
+        md.counters.key_destroy += 1
+        status = md.ops.key_destroy(md.priv, NULL, &oldest.slot, &oldest.done, error)
+        if status != UCXM_OK:
+            oldest.state = PARKED_DYING if status == UCXM_INPROGRESS else PARKED_HELD
+            return status
+    oldest.state = PARKED_NONE
+    all.oldest = (all.oldest + 1) % all.size
+    all.count -= 1
+    return UCXM_OK
+
+
+cdef ucxm_status_t placeholders_flush(md_t *md, ucxm_error_t *error) noexcept nogil:
+    cdef ucxm_status_t status = UCXM_OK
+    while md.placeholders.count != 0 and status == UCXM_OK:
+        status = placeholder_drop(md, error)
+    return status
+
+
+cdef void placeholders_expire(md_t *md, ucxm_error_t *error) noexcept nogil:
+    """Give up those in whose stead another value of the index may come again."""
+    cdef placeholders_t *all = &md.placeholders
+    while all.count != 0 and not quarantine_has(&md.quarantine, all.ring[all.oldest].value):
+        if placeholder_drop(md, error) != UCXM_OK:
+            break
+
+
+cdef ucxm_status_t placeholder_make(md_t *md, uint32_t value,
+                                    ucxm_error_t *error) noexcept nogil:
+    """Keep the index of `value` busy: its key has just gone, and a device that offers the lowest
+    index, or the last one freed, would offer this one for ever."""
+    cdef placeholders_t *all = &md.placeholders
+    cdef parked_t *placeholder
+    cdef ucxm_status_t status
+    if all.ring == NULL:
+        # Some 256 values to an index, so half as many again as can ever be needed.
+        all.size = md.quarantine.size // 170 + PARKED_MAX
+        all.ring = <parked_t *>alloc_zeroed(all.size * sizeof(parked_t))
+        if all.ring == NULL:
+            return UCXM_ERR_NO_MEMORY
+    if all.count == all.size:
+        status = placeholder_drop(md, error)
+        if status != UCXM_OK:
+            return status
+    placeholder = &all.ring[(all.oldest + all.count) % all.size]
+    memset(placeholder, 0, sizeof(placeholder[0]))
+    placeholder.done.func = placeholder_done
+    placeholder.md = md
+    placeholder.value = value
+    placeholder.slot.kind = UCXM_KEY_PLACEHOLDER
+    md.counters.key_create += 1
+    status = md.ops.key_create(md.priv, NULL, &placeholder.slot, error)
+    if status == UCXM_OK:
+        placeholder.state = PARKED_HELD
+        all.count += 1
+    return status
+
+
+cdef void ignored_done(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil:
+    pass
+
+cdef ucxm_completion_t IGNORED
+IGNORED.func = ignored_done
+
+
+cdef void key_refuse(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot,
+                     ucxm_error_t *error) noexcept nogil:
+    """See to it that the device does not offer this value at once again."""
+    if md.attr.placeholders:
+        md.counters.key_destroy += 1
+        if md.ops.key_destroy(md.priv, NULL, slot, &IGNORED, error) == UCXM_OK:
+            md.counters.parked += 1
+            placeholder_make(md, slot.value, error)
+            return
+    parked_put(md, memh, slot)
+
+
 cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, uint8_t kind,
                             ucxm_error_t *error) noexcept nogil:
     """Fill the slot with a key whose value was not destroyed lately.
 
-    A value in quarantine is parked, so that firmware cannot offer it again, until a good one has
-    come or PARKED_MAX have been refused.
+    For a value in quarantine another one is asked for, PARKED_MAX times at most.  A placeholder
+    takes its index for as long as its values are in quarantine; where the device has none, the key
+    itself is parked until this call ends.
     """
     cdef ucxm_key_slot_t fresh
     cdef ucxm_error_t ignored
+    cdef int tries
     cdef ucxm_status_t status = quarantine_prepare(&md.quarantine)
     if status != UCXM_OK:
         return status
     memset(&ignored, 0, sizeof(ignored))
     parked_flush(md, NULL, &ignored)
-    while md.parked_count < PARKED_MAX:
+    placeholders_expire(md, &ignored)
+    for tries in range(PARKED_MAX):
+        if md.parked_count == PARKED_MAX:
+            break
         memset(&fresh, 0, sizeof(fresh))
         fresh.kind = kind
         md.counters.key_create += 1
         status = md.ops.key_create(md.priv, memh, &fresh, error)
         if status != UCXM_OK:
-            break
+            parked_flush(md, NULL, &ignored)
+            return status
         if not quarantine_has(&md.quarantine, fresh.value):
             fresh.live = 1
             slot[0] = fresh
-            break
-        parked_put(md, memh, &fresh)
-    else:
-        error_text(error, "the device offers only key values that were revoked lately")
-        status = UCXM_ERR_NO_RESOURCE
+            parked_flush(md, NULL, &ignored)
+            return UCXM_OK
+        key_refuse(md, memh, &fresh, &ignored)
     parked_flush(md, NULL, &ignored)
-    return status
+    error_text(error, "the device offers only key values that were revoked lately")
+    return UCXM_ERR_NO_RESOURCE
 
 
 cdef ucxm_status_t keys_destroy(md_t *md, ucxm_memh_t *memh,

@@ -38,6 +38,14 @@ cdef struct parked_t:
     ucxm_registration_t *reg
     ucxm_key_slot_t slot
     uint32_t state           # PARKED_*
+    uint32_t value           # a placeholder's: the value in whose stead it is there
+
+# Keys that keep indices busy whose values were all revoked lately, the oldest first.
+cdef struct placeholders_t:
+    parked_t *ring
+    uint32_t size
+    uint32_t oldest
+    uint32_t count
 
 cdef struct md_t:
     ucxm_md_ops_t ops
@@ -62,6 +70,7 @@ cdef struct md_t:
     quarantine_t quarantine
     uint32_t parked_count
     parked_t parked[PARKED_MAX]
+    placeholders_t placeholders
     counters_t counters
     rkey_t **buckets
     rkey_t *private_rkeys    # not shared: RAW ones, and those over RKEYS_MAX
@@ -100,6 +109,7 @@ cdef void md_put(md_t *md) noexcept nogil:
     if sub32(&md.refs, 1) != 0:
         return
     quarantine_free(&md.quarantine)
+    mem_free(md.placeholders.ring)
     mem_free(md.buckets)
     pthread_mutex_destroy(&md.key_lock)
     mem_free(md)

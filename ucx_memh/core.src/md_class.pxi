@@ -180,6 +180,7 @@ cdef class Md:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         cdef uint64_t access = 0
+        cdef uint64_t number
         cdef uint64_t asked = 0
         cdef bint writable = True
         cdef Memh self_memh
@@ -220,11 +221,17 @@ cdef class Md:
                     access |= UCXM_MEM_ACCESS_LOCAL_WRITE
             reg.pub.flags = access | (asked & UCXM_MEM_DERIVED_ONLY)
             reg.pub.grant = access
-            if mem_type != 0:
-                reg.pub.mem_type = <uint32_t>as_u64(mem_type, "mem_type", "mem_reg")
+            reg.pub.mem_type = <uint32_t>min(as_u64(mem_type, "mem_type", "mem_reg"), 0xffffffff)
+            reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
             if dmabuf_fd is not None:
-                reg.pub.dmabuf_fd = <int32_t>as_u64(dmabuf_fd, "dmabuf_fd", "mem_reg")
-                reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
+                number = as_u64(dmabuf_fd, "dmabuf_fd", "mem_reg")
+                if number > 0x7fffffff:
+                    raise _errors.InvalidParamError("dmabuf_fd is no descriptor", op="mem_reg",
+                                                    component=md_component(md))
+                reg.pub.dmabuf_fd = <int32_t>number
+            elif reg.pub.dmabuf_offset != 0:
+                raise _errors.InvalidParamError("dmabuf_offset goes with dmabuf_fd", op="mem_reg",
+                                                component=md_component(md))
             reg_check(md, reg, writable)
         except BaseException:
             reg_put(reg)
@@ -407,6 +414,7 @@ cdef class Md:
             "key_destroy": md.counters.key_destroy,
             "keys_parked": md.counters.parked,
             "keys_parked_now": md.parked_count,
+            "key_placeholders": md.placeholders.count,
             "keys_quarantined": md.quarantine.count,
             "rkey_hits": hits,
             "rkey_misses": md.counters.rkey_misses,
@@ -446,11 +454,16 @@ cdef class Md:
         cdef ucxm_identity_t peer
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        cdef bytes raw = bytes(identity)
-        if len(raw) != sizeof(peer):
+        cdef Py_buffer view
+        cdef bint fits
+        get_buffer(identity, &view, False, "peer_evict")
+        fits = view.len == sizeof(peer)
+        if fits:
+            memcpy(&peer, view.buf, sizeof(peer))
+        PyBuffer_Release(&view)
+        if not fits:
             raise _errors.InvalidParamError(f"an identity has {sizeof(peer)} bytes",
                                             op="peer_evict", component=md_component(md))
-        memcpy(&peer, PyBytes_AS_STRING(raw), sizeof(peer))
         memset(&error, 0, sizeof(error))
         with nogil:
             status = md_enter(md)

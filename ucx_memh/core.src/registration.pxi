@@ -55,7 +55,7 @@ cdef ucxm_status_t reg_hold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
 
 
 cdef ucxm_status_t reg_unhold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
-    """Deregister and let go of the memory.  On failure nothing has changed."""
+    """Deregister.  On failure nothing has changed."""
     cdef ucxm_status_t status
     if reg.held:
         fetch_add64(&reg.md.counters.mem_dereg, 1)
@@ -63,7 +63,6 @@ cdef ucxm_status_t reg_unhold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
         if status != UCXM_OK:
             return status
         reg.held = False
-    reg_release_memory(reg)
     return UCXM_OK
 
 

@@ -84,6 +84,9 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
     own.failed = status  # before `pending`: who waits for that reads it
     store32(&own.pending, 0)
     spin_unlock(&md.tree_lock)
+    # Only now: it takes the GIL, and one who has that may have waited for `pending`.
+    if status == UCXM_OK and closing and memh.id.parent == NULL:
+        reg_release_memory(reg_of(memh))
     return status
 
 

@@ -74,18 +74,30 @@ cdef void rkey_put(rkey_t *rkey) noexcept nogil:
     cdef md_t *md = rkey.md
     cdef spin_t *lock = NULL
     cdef rkey_t **head
+    cdef bint entered
     if md.epoch != fork_epoch:
         return  # the parent's; nothing of it is freed here
     # The count falls to zero under the lock under which a hit raises it.
     head = rkey_home(md, rkey, &lock)
     spin_lock(lock)
+    if load32(&rkey.refs) != 1:
+        sub32(&rkey.refs, 1)
+        spin_unlock(lock)
+        return
+    spin_unlock(lock)
+    # Inside, so that a close of the Md does not walk the lists at the same time.
+    entered = md_enter(md) == UCXM_OK
+    spin_lock(lock)
     if sub32(&rkey.refs, 1) != 0:
         spin_unlock(lock)
+        if entered:
+            md_leave(md)
         return
     rkey_unlink(head, rkey)
     spin_unlock(lock)
-    if rkey.native and md_enter(md) == UCXM_OK:
-        md.ops.rkey_release(md.priv, &rkey.pub)
+    if entered:
+        if rkey.native:
+            md.ops.rkey_release(md.priv, &rkey.pub)
         md_leave(md)
     sub32(&md.live_rkeys, 1)
     mem_free(rkey)

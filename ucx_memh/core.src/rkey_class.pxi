@@ -87,16 +87,20 @@ cdef class Rkey:
             at = as_u64(address, "address", "ptr")
         memset(&error, 0, sizeof(error))
         status = rkey_check(rkey)
-        if status == UCXM_OK and at - rkey.pub.info.address > rkey.pub.info.length:
+        # An empty key has no native part, and there is nothing to point at.
+        if status == UCXM_OK and (rkey.pub.info.length == 0 or
+                                  at - rkey.pub.info.address > rkey.pub.info.length):
             status = UCXM_ERR_RANGE
         if status == UCXM_OK:
+            rkey_get(rkey)  # the user may close it in another thread meanwhile
             with nogil:
                 status = md_enter(md)
                 if status == UCXM_OK:
                     status = md.ops.rkey_ptr(md.priv, &rkey.pub, at, &pointer, &error)
                     md_leave(md)
+            rkey_put(rkey)
         if status != UCXM_OK:
-            raise rkey_failure(status, "ptr", rkey, &error, at, 0)
+            raise rkey_failure(status, "ptr", rkey_use(self, "ptr"), &error, at, 0)
         return <uintptr_t>pointer
 
     def compare(self, other):

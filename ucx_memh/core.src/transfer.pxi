@@ -73,9 +73,12 @@ cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcep
 
 
 cdef void transfer_unuse(transfer_t *transfer) noexcept nogil:
-    """Let go of the local memory, and of a registration made for this transfer alone."""
+    """Let go of the rkey, the local memory, and a registration made for this transfer alone."""
     cdef ucxm_error_t ignored
     cdef ucxm_memh_t *memh = transfer.local
+    if transfer.op.rkey != NULL:
+        rkey_put(<rkey_t *>transfer.op.rkey)
+        transfer.op.rkey = NULL
     if memh != NULL:
         transfer.local = NULL
         sub32(&reg_of(memh).inflight, 1)
@@ -94,6 +97,10 @@ cdef ucxm_status_t transfer_borrow(transfer_t *transfer, uint64_t rights,
     cdef ucxm_status_t status
     if reg == NULL:
         return UCXM_ERR_NO_MEMORY
+    if transfer.md.attr.max_reg and transfer.op.length > transfer.md.attr.max_reg:
+        error_text(error, "longer than what the domain registers at once: register it in parts")
+        reg_put(reg)
+        return UCXM_ERR_EXCEEDS_LIMIT
     reg.pub.address = <uint64_t>transfer.op.local
     reg.pub.length = transfer.op.length
     reg.pub.flags = rights
@@ -107,12 +114,10 @@ cdef ucxm_status_t transfer_borrow(transfer_t *transfer, uint64_t rights,
 
 cdef void transfer_complete(ucxm_op_t *op, ucxm_status_t status) noexcept nogil:
     cdef transfer_t *transfer = <transfer_t *>op
-    cdef rkey_t *rkey = <rkey_t *>op.rkey
     cdef ep_t *ep = <ep_t *>op.ep
     transfer_unuse(transfer)
     transfer.status = status
     store32(&transfer.done, 1)
-    rkey_put(rkey)
     ep_put(ep)
     transfer_put(transfer)
 
@@ -153,7 +158,7 @@ cdef ucxm_status_t transfer_check(ep_t *ep, rkey_t *rkey, ucxm_op_kind_t kind, u
     return UCXM_OK
 
 
-cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep, rkey_t *rkey,
+cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep,
                                  ucxm_error_t *error) noexcept nogil:
     """Hand a checked and filled transfer to the device.
 
@@ -161,7 +166,7 @@ cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep, rkey_t *rkey,
     and another try.  An access of no bytes touches nothing and needs no device.
     """
     cdef md_t *md = transfer.md
-    cdef ucxm_status_t status = md_enter(md)
+    cdef ucxm_status_t status = ep_enter(ep)
     cdef uint32_t state
     if status != UCXM_OK:
         return status
@@ -181,9 +186,7 @@ cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep, rkey_t *rkey,
             transfer, UCXM_MEM_ACCESS_LOCAL_WRITE | UCXM_MEM_ACCESS_LOCAL_READ
             if transfer.op.kind == UCXM_OP_GET else UCXM_MEM_ACCESS_LOCAL_READ, error)
     if status == UCXM_OK and not transfer.done:
-        transfer.op.rkey = &rkey.pub
         transfer.op.ep = &ep.pub
-        rkey_get(rkey)
         add32(&ep.refs, 1)
         add32(&transfer.refs, 1)
         fetch_add64(&md.counters.transfers, 1)
@@ -191,6 +194,5 @@ cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep, rkey_t *rkey,
         if status != UCXM_OK:
             sub32(&transfer.refs, 1)
             ep_put(ep)
-            rkey_put(rkey)
-    md_leave(md)
+    ep_leave(ep)
     return status

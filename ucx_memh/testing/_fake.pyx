@@ -1508,6 +1508,8 @@ cdef class FakeDevice:
             buffer = bytes(data)
             length = len(buffer)
         elif kind == UCXM_OP_GET:
+            if length > 1 << 40:
+                raise ValueError("no memory for so many bytes")
             buffer = PyBytes_FromStringAndSize(NULL, length)
             memset(PyBytes_AS_STRING(buffer), 0, length)
         else:
@@ -1649,9 +1651,10 @@ def open_fake(
         op_field(&ops, &ep_ops, op)[0] = <void *><size_t>STUBS[op]
 
     try:
-        ops_copy = resized(&ops, sizeof(ops), sizeof(ops) + <ssize_t>ops_size)
-        ep_ops_copy = resized(&ep_ops, sizeof(ep_ops), sizeof(ep_ops) + <ssize_t>ep_ops_size)
-        attr_copy = resized(&attr, sizeof(attr), sizeof(attr) + <ssize_t>attr_size)
+        ops_copy = resized(&ops, sizeof(ops), max(8, <ssize_t>sizeof(ops) + ops_size))
+        ep_ops_copy = resized(&ep_ops, sizeof(ep_ops),
+                              max(8, <ssize_t>sizeof(ep_ops) + ep_ops_size))
+        attr_copy = resized(&attr, sizeof(attr), max(8, <ssize_t>sizeof(attr) + attr_size))
         dev.refs += 1  # the Md's
         pthread_mutex_lock(&WIRE)
         global devices

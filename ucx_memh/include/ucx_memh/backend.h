@@ -60,6 +60,10 @@ typedef enum ucxm_key_kind {
     UCXM_KEY_KINDS
 } ucxm_key_kind_t;
 
+/* Of slot->kind alone: a key that allows nothing and stands on no registration.  It keeps an index
+ * busy whose values were all revoked lately. */
+#define UCXM_KEY_PLACEHOLDER 255
+
 /* A handle's slots: what its packed key may have to name. */
 #define UCXM_SLOT_PLAIN    0
 #define UCXM_SLOT_INDIRECT 1
@@ -188,7 +192,7 @@ typedef struct ucxm_md_attr {
     uint8_t software;        /* a device made of software */
     uint8_t python;          /* operations take the GIL */
     uint8_t fast_reg;        /* mem_reg and mem_dereg take well under half a microsecond */
-    uint8_t reserved;
+    uint8_t placeholders;    /* key_create makes UCXM_KEY_PLACEHOLDER, with `memh` NULL */
     ucxm_enforcement_t enforcement; /* the least that any derived handle gets */
     char component[32];
     char md_name[64];
@@ -223,7 +227,8 @@ typedef struct ucxm_md_ops {
     ucxm_status_t (*mem_derive)(void *md, const ucxm_memh_t *base, const ucxm_memh_t *memh,
                                 ucxm_error_t *error);
 
-    /* Makes a native key of slot->kind for the handle's own range and rights. */
+    /* Makes a native key of slot->kind for the handle's own range and rights; or, if
+     * attr.placeholders, one of UCXM_KEY_PLACEHOLDER with `memh` NULL. */
     ucxm_status_t (*key_create)(void *md, const ucxm_memh_t *memh, ucxm_key_slot_t *slot,
                                 ucxm_error_t *error);
     /* OK: gone, no byte is read or written through it any more.  INPROGRESS: `comp` runs
