@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The other side of a connection: a process that uses our library, or raw verbs below it.
 
-    far = Library(peer)              # conftest's fixture `peer` starts the process
-    ep = link(md, far)
-    assert far.get(win.mkey_pack(), 0, 8) == ...
+far = Library(peer)              # conftest's fixture `peer` starts the process
+ep = link(md, far)
+assert far.get(win.mkey_pack(), 0, 8) == ...
 
-    raw = Attacker(peer)             # posts any key, whoever it was given to
-    ep = link(md, raw)
-    assert raw.read(rkey, win.address, 8)[0] is Wc.REM_ACCESS_ERR
-    relink(ep, raw)                  # a refused access ends the connection
+raw = Attacker(peer)             # posts any key, whoever it was given to
+ep = link(md, raw)
+assert raw.read(rkey, win.address, 8)[0] is Wc.REM_ACCESS_ERR
+relink(ep, raw)                  # a refused access ends the connection
 """
 
 import ctypes
+import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +20,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import ucx_memh as um
-
-from ib_mlx5.rawqp import RawPeer, Wc, keys, payload
+from ib_mlx5.rawqp import RawPeer, Wc, keys, payload, software_library
 
 __all__ = [
     "CHUNK",
     "Attacker",
     "Library",
+    "Owner",
     "Remote",
     "Wc",
     "descriptors",
@@ -208,6 +209,18 @@ class LibrarySide:
         self.base = self.md.mem_reg(self.memory)
         return self.base.address, self.base.mkey_pack()
 
+    def churn(self, key: bytes, size: int, times: int) -> int:
+        """Write and read back, `times` times; returns how often that was right."""
+        rkey = self.rkey(key)
+        into = bytearray(size)
+        good = 0
+        for turn in range(times):
+            data = bytes([turn % 255 + 1]) * size
+            self.ep.put(rkey, rkey.address, data)
+            self.ep.get(rkey, rkey.address, into)
+            good += into == data
+        return good
+
     def notice(self, notice: bytes) -> int:
         return self.md.rkey_revoke(notice)
 
@@ -216,6 +229,40 @@ class LibrarySide:
 
     def close(self) -> None:
         self.md.close(force=True)
+
+
+class OwnerSide(LibrarySide):
+    """An owner in another process: one region, keys to it."""
+
+    def region(self, size: int, byte: int, at: int = 0) -> int:
+        """Memory full of that byte, at the address `at` if given; registered DERIVED_ONLY."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0x100000 if at else 0)  # FIXED_NOREPLACE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        found = libc.mmap(ctypes.c_void_p(at), ctypes.c_size_t(size), protection, flags, -1, 0)
+        assert found == at or not at, ctypes.get_errno()
+        ctypes.memset(found, byte, size)
+        self.base = self.md.mem_reg(address=found, length=size, flags=um.MemFlag.DERIVED_ONLY)
+        return found
+
+    def grant(self, flags: um.MemFlag | None = None) -> bytes:
+        self.granted = self.base.derive(flags=flags)
+        return self.granted.mkey_pack()
+
+    def revoke(self) -> None:
+        self.granted.invalidate()
+
+    def gate(self, chunks: int) -> None:
+        """Stop the responder in the chunk after that many."""
+        library = ctypes.CDLL(software_library())
+        assert library.softmlx5_set(b"gate", str(chunks).encode()) == 0
+
+    def held(self) -> None:
+        """Wait until it is stopped."""
+        library = ctypes.CDLL(software_library())
+        library.softmlx5_stat.restype = ctypes.c_uint64
+        wait_for(lambda: library.softmlx5_stat(b"gate.waiting"))
 
 
 class AttackerSide(RawPeer):
@@ -251,6 +298,10 @@ class AttackerSide(RawPeer):
         return descriptors()
 
 
+def owner_process(conn: Any) -> None:
+    serve(conn, OwnerSide())
+
+
 def library_process(conn: Any) -> None:
     serve(conn, LibrarySide())
 
@@ -264,6 +315,12 @@ class Library(Remote):
     """A LibrarySide in another process."""
 
     serve = library_process
+
+
+class Owner(Remote):
+    """An OwnerSide in another process."""
+
+    serve = owner_process
 
 
 class Attacker(Remote):

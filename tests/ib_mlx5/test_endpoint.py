@@ -466,3 +466,29 @@ def test_two_raw_peers_alone():
         assert one.write(two.rkey, start, b"hello") == Wc.SUCCESS
         assert two.buffer.raw[:5] == b"hello"
         assert one.read(two.rkey, start, 5) == (Wc.SUCCESS, b"hello")
+
+
+# ---- on what a runtime has opened ----
+
+
+def test_stands_on_somebody_elses_context(raw):
+    """Nothing of theirs is closed, and their events are not read: the state is asked for."""
+    theirs = {"context": raw.context.value, "pd": raw.pd.value}
+    with open_md(**theirs) as md, md.mem_reg(bytearray(b"x" * 64)) as base:
+        with md.endpoint() as one, md.endpoint() as two, base.derive(length=8) as window:
+            one.connect(two.address)
+            two.connect(one.address)
+            into = bytearray(8)
+            with md.rkey_unpack(window.mkey_pack()) as rkey:
+                one.get(rkey, base.address, into)
+            assert into == b"x" * 8
+            with too_wide(md, window) as rkey, pytest.raises(RemoteAccessError):
+                one.get(rkey, base.address + 8, into)
+            assert one.state == EpState.ERROR
+            assert two.state == EpState.ERROR
+            assert md.stats()["device.query_qp"] >= 1
+            assert md.stats()["device.async_events"] == 0
+    with RawPeer() as other:  # the context and its domain still work
+        raw.connect(other.address)
+        other.connect(raw.address)
+        assert raw.write(other.rkey, ctypes.addressof(other.buffer), b"alive") == Wc.SUCCESS

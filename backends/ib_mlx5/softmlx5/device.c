@@ -259,6 +259,25 @@ static void ctx_free(struct sm_ctx *ctx)
     free(ctx);
 }
 
+static uint32_t first_space;
+
+static void first_space_choose(void)
+{
+    if (getrandom(&first_space, sizeof(first_space), 0) != sizeof(first_space))
+        first_space = (uint32_t)getpid();
+}
+
+/* The first mkey index of a context. All processes share a device's indices, so those of one must not
+ * be those of its successor. */
+static uint32_t mkey_base(const struct sm_ctx *ctx)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    const uint32_t spaces = (1u << 24 >> SM_MKEY_BITS) - 1;
+
+    pthread_once(&once, first_space_choose);
+    return 1 + (first_space % spaces + ctx->seq % spaces) % spaces * (uint32_t)SM_MKEY_MAX;
+}
+
 static int ctx_init(struct sm_ctx *ctx, struct ibv_device *dev, bool devx)
 {
     int rc;
@@ -275,8 +294,7 @@ static int ctx_init(struct sm_ctx *ctx, struct ibv_device *dev, bool devx)
     fill_ops(ctx);
     if (ctx->devfd < 0 || ctx->v.context.async_fd < 0)
         return EMFILE;
-    rc = sm_mkeys_init(&ctx->mkeys,
-                       1 + (ctx->seq % ((1u << 24 >> SM_MKEY_BITS) - 1)) * (uint32_t)SM_MKEY_MAX);
+    rc = sm_mkeys_init(&ctx->mkeys, mkey_base(ctx));
     if (!rc)
         rc = make_gid(ctx);
     if (!rc)

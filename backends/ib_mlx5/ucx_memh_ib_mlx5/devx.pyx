@@ -9,7 +9,7 @@ is an object of its own in the device: one CREATE_MKEY makes it, one DESTROY_MKE
 registration under it is not touched.  Data moves over ucx_memh_ib's endpoints.
 """
 from libc.errno cimport EAGAIN, EBUSY, ENODEV, ENOMEM, ENOSYS, EOPNOTSUPP, errno
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset, strcmp
 
@@ -18,7 +18,7 @@ from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE, UCXM_ERR_BUSY,
     UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_DEVICE, UCXM_ERR_NO_MEMORY,
     UCXM_ERR_NO_RESOURCE, UCXM_ERR_UNSUPPORTED, UCXM_KEY_ATOMIC, UCXM_KEY_DERIVED,
-    UCXM_KEY_INDIRECT, UCXM_MD_FLAG_DERIVE_ENDPOINT, UCXM_MD_FLAG_INVALIDATE,
+    UCXM_KEY_INDIRECT, UCXM_KEY_PLACEHOLDER, UCXM_MD_FLAG_DERIVE_ENDPOINT, UCXM_MD_FLAG_INVALIDATE,
     UCXM_MD_FLAG_INVALIDATE_AMO, UCXM_MD_FLAG_INVALIDATE_RMA, UCXM_MD_FLAG_REG_DERIVED,
     UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT,
     UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t, ucxm_enforcement_t, ucxm_ep_ops_t,
@@ -26,10 +26,11 @@ from ucx_memh.libmemh cimport (
     ucxm_memh_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
-    IB_NO_KEY, IBV_ACCESS_REMOTE_ATOMIC, ib_config_t, ib_count, ib_ep_ops, ib_ep_qpn, ib_fail,
+    IB_NO_KEY, IBV_ACCESS_REMOTE_ATOMIC, ib_config_t, ib_count, ib_ep_ops, ib_ep_qpn,
+    ib_errno_status, ib_fail,
     ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64,
-    ib_reg_t, ib_stat, ibv_context, ibv_device, ibv_pd, ucxm_library_load, ucxm_library_t,
-    ucxm_symbol_t, ucxm_verbs_t, verbs_table,
+    ib_random_psn, ib_reg_t, ib_stat, ibv_context, ibv_device, ibv_pd, ucxm_library_load,
+    ucxm_library_t, ucxm_symbol_t, ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status
@@ -55,6 +56,14 @@ cdef extern from "ucx_memh_ib_mlx5/mlx5_table.h" nogil:
     ctypedef struct mlx5dv_devx_obj "struct mlx5dv_devx_obj":
         pass
 
+    ctypedef struct mlx5dv_mkey "struct mlx5dv_mkey":
+        uint32_t rkey
+
+    ctypedef struct mlx5dv_mkey_init_attr "struct mlx5dv_mkey_init_attr":
+        ibv_pd *pd
+        uint32_t create_flags
+        uint16_t max_entries
+
     ctypedef struct ucxm_mlx5_t:
         ucxm_library_t library
         bint (*is_supported)(ibv_device *device) noexcept nogil
@@ -65,10 +74,13 @@ cdef extern from "ucx_memh_ib_mlx5/mlx5_table.h" nogil:
         mlx5dv_devx_obj *(*obj_create)(ibv_context *context, const void *in_, size_t in_size,
                                        void *out, size_t out_size) noexcept nogil
         int (*obj_destroy)(mlx5dv_devx_obj *obj) noexcept nogil
+        mlx5dv_mkey *(*create_mkey)(mlx5dv_mkey_init_attr *attr) noexcept nogil
+        int (*destroy_mkey)(mlx5dv_mkey *mkey) noexcept nogil
 
     enum:
         MLX5DV_CONTEXT_FLAGS_DEVX
         MLX5DV_OBJ_PD
+        MLX5DV_MKEY_INIT_ATTR_FLAGS_INDIRECT
 
     const ucxm_symbol_t *ucxm_mlx5_symbols
     const size_t UCXM_MLX5_SYMBOL_COUNT

@@ -22,7 +22,11 @@
       struct mlx5dv_devx_obj *, (struct ibv_context *context, const void *in, size_t in_size, \
                                  void *out, size_t out_size)) \
     X(obj_destroy,  "mlx5dv_devx_obj_destroy",  "MLX5_1.7", 1, \
-      int, (struct mlx5dv_devx_obj *object))
+      int, (struct mlx5dv_devx_obj *object)) \
+    X(create_mkey,  "mlx5dv_create_mkey",       "MLX5_1.10", 1, \
+      struct mlx5dv_mkey *, (struct mlx5dv_mkey_init_attr *attr)) \
+    X(destroy_mkey, "mlx5dv_destroy_mkey",      "MLX5_1.10", 1, \
+      int, (struct mlx5dv_mkey *mkey))
 /* clang-format on */
 
 typedef struct ucxm_mlx5 {

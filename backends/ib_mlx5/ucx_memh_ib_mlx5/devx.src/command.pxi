@@ -93,13 +93,36 @@ cdef ucxm_status_t create_mkey(md_t *md, const mlx5_mkey_t *mkey, ucxm_key_slot_
     return UCXM_OK
 
 
+cdef ucxm_status_t create_placeholder(md_t *md, ucxm_key_slot_t *slot,
+                                      ucxm_error_t *error) noexcept nogil:
+    """A mkey in the free state, as the vendor's library makes them for work requests to aim: it
+    lets nobody through and stands on no registration."""
+    cdef mlx5dv_mkey_init_attr attr
+    cdef mlx5dv_mkey *made
+    memset(&attr, 0, sizeof(attr))
+    attr.pd = md.ib.pd
+    attr.create_flags = MLX5DV_MKEY_INIT_ATTR_FLAGS_INDIRECT
+    attr.max_entries = 1
+    ib_count(&md.create_mkey)
+    made = md.mlx5.create_mkey(&attr)
+    if made == NULL:
+        return ib_fail(error, ib_errno_status(errno), errno,
+                       "mlx5dv_create_mkey failed (errno %d)", errno)
+    slot.object = made
+    slot.value = made.rkey
+    return UCXM_OK
+
+
 cdef ucxm_status_t destroy_mkey(md_t *md, ucxm_key_slot_t *slot,
                                 ucxm_error_t *error) noexcept nogil:
     """One DESTROY_MKEY.  The kernel keeps the object, and firmware's answer to itself, if it is
     refused."""
     cdef int failed
     ib_count(&md.destroy_mkey)
-    failed = md.mlx5.obj_destroy(<mlx5dv_devx_obj *>slot.object)
+    if slot.kind == UCXM_KEY_PLACEHOLDER:
+        failed = md.mlx5.destroy_mkey(<mlx5dv_mkey *>slot.object)
+    else:
+        failed = md.mlx5.obj_destroy(<mlx5dv_devx_obj *>slot.object)
     if failed == 0:
         return UCXM_OK
     if failed < 0:

@@ -60,6 +60,8 @@ cdef ucxm_status_t mlx5_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key
     cdef md_t *md = <md_t *>priv
     cdef mlx5_mkey_t mkey
     cdef ucxm_status_t status
+    if slot.kind == UCXM_KEY_PLACEHOLDER:
+        return create_placeholder(md, slot, error)
     mkey_describe(md, ucxm_memh_own(memh), memh.inherited.lkey, slot.kind, &mkey)
     status = mkey_check(md, &mkey, error)
     if status == UCXM_OK:

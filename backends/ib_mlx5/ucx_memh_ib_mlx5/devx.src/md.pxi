@@ -106,6 +106,7 @@ cdef object bind(md_t *md, uint32_t quarantine):
     attr.rkey_raw_size = RAW_SIZE
     attr.quarantine = quarantine
     attr.software = md.software
+    attr.placeholders = 1
     memcpy(attr.component, b"ib_mlx5", 8)
     mlx5_mem_enforcement(md, NULL, &attr.enforcement)
     # An operation that no key can need is left out, as its flag is.
@@ -144,7 +145,8 @@ def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port=0, int gi
     config.queue_depth = queue_depth
     config.max_msg = max_msg
     config.atomic_right = 1
-    config.mw_bind = 1
+    # Keys stand on the local key.  With window binding the kernel would pin for writing.
+    config.mw_bind = 0
     if owns:
         with nogil:
             opened = open_context(verbs, mlx5, c_name, &failed)
@@ -157,6 +159,8 @@ def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port=0, int gi
     if md != NULL:
         md.mlx5 = mlx5
         md.software = software
+        # Not the tags of a process that was here before: firmware may give us its indices.
+        md.tag = ib_random_psn() % TAGS
         with nogil:
             status = md_setup(md, verbs, opened, <ibv_pd *>pd, owns, &config, &error)
     if md == NULL or status != UCXM_OK:

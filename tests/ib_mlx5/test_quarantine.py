@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""Revoked key values do not come back, on a device that gives every index again at once."""
+
+
+import pytest
+
+import ucx_memh as um
+from ib_mlx5._sides import Wc, keys, link, opened, relink
+from ucx_memh import MemFlag
+
+GET = MemFlag.REMOTE_GET
+SIZE = 64 << 10
+TAGS = 251  # values that the backend makes of one index
+
+
+def value(win):
+    return keys(win.mkey_pack())[0]
+
+
+def test_64_and_64_more(owner, library):
+    """Live at the same time, over many rounds."""
+    memory = bytearray(range(256)) * (SIZE // 256)
+    base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
+    link(owner, library)
+    seen = set()
+    for turn in range(25):
+        wins = [base.derive(i * 64, 64, GET) for i in range(64)]
+        values = {value(win) for win in wins}
+        assert len(values) == 64
+        assert not values & seen
+        seen |= values
+        at = turn % 64
+        assert library.get(wins[at].mkey_pack(), 0, 64) == memory[at * 64 : at * 64 + 64]
+        for win in wins[turn:] + wins[:turn]:
+            win.invalidate()
+    assert len(seen) == 25 * 64 == owner.stats()["keys_quarantined"]
+    assert len({number >> 8 for number in seen}) <= 64 + 8  # these indices came back all the time
+
+
+def test_one_after_the_other(owner, soft):
+    """The same index again and again: when its tags are used up its values are parked."""
+    base = owner.mem_reg(bytearray(SIZE), MemFlag.DERIVED_ONLY)
+    live = soft.stat("mkeys.live")
+    seen = set()
+    rounds = 3 * TAGS
+    for _ in range(rounds):
+        win = base.derive(0, 64, GET)
+        number = value(win)
+        assert number not in seen
+        seen.add(number)
+        win.invalidate()
+    stats = owner.stats()
+    # Each index whose tags were used up: one key too many, and one that keeps the index busy.
+    held = stats["key_placeholders"]
+    assert held == stats["keys_parked"] == 2
+    assert stats["device.create_mkey"] == rounds + 2 * held
+    assert stats["device.destroy_mkey"] == rounds + held
+    assert soft.stat("mkeys.live") == live + held
+
+
+def test_more_revocations_than_the_quarantine_is_long(owner, soft):
+    """A lease per request, for ever: never a dead end, never a value too early, bounded memory."""
+    base = owner.mem_reg(bytearray(SIZE), MemFlag.DERIVED_ONLY)
+    window = 65536
+    last: dict[bytes, int] = {}
+    for i in range(window + 5 * TAGS):
+        win = base.derive()
+        number = win.mkey_pack(um.PackFlag.RAW)
+        assert i - last.get(number, -window - 1) > window
+        last[number] = i
+        win.invalidate()
+    stats = owner.stats()
+    assert stats["keys_quarantined"] == window
+    assert window // 256 <= stats["key_placeholders"] <= window // TAGS + 24
+    base.dereg()  # what keeps the indices busy stands on no registration
+
+
+def test_an_old_key_never_reaches_the_next_owner(owner, attacker):
+    """Of the same index, and of the same place in memory."""
+    memory = bytearray(SIZE)
+    base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
+    ep = link(owner, attacker)
+    old = []
+    for turn in range(12):
+        memory[:64] = bytes([turn + 1]) * 64
+        win = base.derive(0, 64, GET)
+        number = value(win)
+        assert attacker.read(number, win.address, 64) == (Wc.SUCCESS, bytes([turn + 1]) * 64)
+        for stale in old[-2:]:
+            assert stale >> 8 == number >> 8
+            status, data = attacker.read(stale, win.address, 64)
+            assert status is Wc.REM_ACCESS_ERR
+            assert bytes([turn + 1]) not in data
+            relink(ep, attacker)
+        old.append(number)
+        win.invalidate()
+
+
+def test_its_length_is_the_callers(tidy):
+    """As many destructions as it says, and not one more."""
+    with opened(quarantine=TAGS) as short, opened(quarantine=TAGS - 1) as shorter:
+        for md, parked in ((short, True), (shorter, False)):
+            base = md.mem_reg(bytearray(64), MemFlag.DERIVED_ONLY)
+            values = []
+            for _ in range(TAGS + 1):
+                win = base.derive()
+                values.append(value(win))
+                win.invalidate()
+            assert bool(md.stats()["keys_parked"]) == parked
+            assert (values[TAGS] == values[0]) == (not parked)
+            assert len(set(values[:TAGS])) == TAGS
+
+
+def test_a_fixed_index(owner, soft):
+    """A device that insists on one index whenever that is free."""
+    base = owner.mem_reg(bytearray(SIZE), MemFlag.DERIVED_ONLY)
+    spare = [base.derive() for _ in range(5)]
+    index = value(spare[4]) + 0x100 >> 8
+    soft.set("index_policy", f"fixed:{index}")
+    seen = set()
+    indices = []
+    for _ in range(2 * TAGS):
+        win = base.derive()
+        number = value(win)
+        assert number not in seen
+        seen.add(number)
+        indices.append(number >> 8)
+        win.invalidate()
+    assert indices[:TAGS] == [index] * TAGS
+    assert index not in indices[TAGS:]
+
+
+def test_when_only_revoked_values_are_offered(owner, soft, library):
+    """It says so after eight tries, having changed nothing; what was handed out works on."""
+    memory = bytearray(range(256)) * (SIZE // 256)
+    base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
+    link(owner, library)
+    good = base.derive(64, 64, GET)
+    key = good.mkey_pack()
+    width = 10
+    seen = set()
+    for _ in range(TAGS):  # all values of ten indices
+        wins = [base.derive() for _ in range(width)]
+        seen |= {value(win) for win in wins}
+        for win in wins:
+            win.invalidate()
+    assert len(seen) == width * TAGS
+    held = owner.stats()["key_placeholders"]
+    live = soft.stat("mkeys.live")
+    before = owner.stats()["device.create_mkey"]
+    win = base.derive()
+    with pytest.raises(um.BusyError, match="revoked lately") as caught:
+        win.mkey_pack()
+    assert caught.value.status is um.Status.NO_RESOURCE
+    assert win.state is um.MemhState.LIVE
+    after = owner.stats()
+    assert after["key_placeholders"] == held + 8
+    assert after["device.create_mkey"] == before + 16
+    assert soft.stat("mkeys.live") == live + 8
+    assert library.get(key, 0, 64) == memory[64:128]
+    # It has got on: the next try has eight indices less to refuse.
+    assert value(win) not in seen
+    assert library.get(win.mkey_pack(), 0, 64) == memory[:64]
