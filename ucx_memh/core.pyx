@@ -10,7 +10,7 @@ from cpython.buffer cimport (
     PyBUF_FORMAT, PyBUF_ND, PyBuffer_Release,
     PyObject_CheckBuffer, PyObject_GetBuffer,
 )
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
