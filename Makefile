@@ -11,11 +11,12 @@ STAMP  := $(VENV)/installed-$(shell \
               echo $(UCX_MEMH_BACKENDS) backends/*/ucx_memh_*/ | cksum | cut -d' ' -f1).stamp
 DIST   := build/dist
 # What `make test` runs again on an installed sdist; `make test-dist` runs all.
-SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py
+SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \
+          tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py
 
 MODULES := ucx_memh $(addprefix ucx_memh.,core errors flags resources hookspecs plugins testing)
 
-.PHONY: setup build demo test suite bench lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe bench lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -33,6 +34,7 @@ $(TOOLS): pyproject.toml tools/bootstrap.sh
 
 # Without the extensions: `build` compiles them in place, and only what changed.
 $(STAMP): $(TOOLS)
+	rm -f $(VENV)/installed-*.stamp
 	UCX_MEMH_EXTENSIONS=0 flock $(VENV) $(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -48,6 +50,15 @@ test: suite test-dist-smoke
 suite: build
 	$(PY) -m pytest $(ARGS)
 	$(if $(wildcard bench/bench_*.py),$(PY) -m pytest -q --benchmark-disable bench)
+
+# In a guest, on the kernel's own RDMA stack.  Importing the two plugins takes half a minute there.
+IN_GUEST := tools/guest/run.py --timeout 400 --env PYTHONDONTWRITEBYTECODE=1 -- \
+            $(PY) -m pytest -p no:cacheprovider -p no:hypothesispytest -p no:benchmark -o timeout=300
+
+test-rxe: build
+	sh tools/guest/setup.sh
+	$(PY) -m pytest -m guest tests/guest
+	$(PY) $(IN_GUEST) tests/rxe $(ARGS)
 
 bench: build
 	$(PY) -m pytest bench --benchmark-only $(ARGS)

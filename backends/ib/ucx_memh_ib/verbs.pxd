@@ -73,6 +73,8 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         IBV_WR_RDMA_READ
         IBV_WR_ATOMIC_CMP_AND_SWP
         IBV_WR_ATOMIC_FETCH_AND_ADD
+        IBV_WR_LOCAL_INV
+        IBV_WR_BIND_MW
         IBV_WC_SUCCESS
         IBV_WC_WR_FLUSH_ERR
         IBV_WC_REM_ACCESS_ERR
@@ -106,6 +108,15 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         uint32_t lkey
         uint32_t rkey
 
+    ctypedef struct ibv_mw "struct ibv_mw":
+        uint32_t rkey
+
+    ctypedef struct ibv_mw_bind_info "struct ibv_mw_bind_info":
+        ibv_mr *mr
+        uint64_t addr
+        uint64_t length
+        unsigned int mw_access_flags
+
     ctypedef struct ibv_comp_channel "struct ibv_comp_channel":
         int fd
 
@@ -119,6 +130,7 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         uint64_t node_guid
         uint64_t max_mr_size
         int max_qp_wr
+        unsigned int device_cap_flags
         int max_cqe
         int max_qp_rd_atom
         int max_qp_init_rd_atom
@@ -198,6 +210,11 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         ib_rdma_t rdma
         ib_atomic_t atomic
 
+    ctypedef struct ib_bind_t:
+        ibv_mw *mw
+        uint32_t rkey
+        ibv_mw_bind_info bind_info
+
     ctypedef struct ibv_send_wr "struct ibv_send_wr":
         uint64_t wr_id
         ibv_send_wr *next
@@ -205,7 +222,9 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         int num_sge
         int opcode
         unsigned int send_flags
+        uint32_t invalidate_rkey
         ib_wr_kind_t wr
+        ib_bind_t bind_mw
 
     ctypedef struct ibv_wc "struct ibv_wc":
         uint64_t wr_id
@@ -303,6 +322,13 @@ cdef struct ib_wr_t:
     uint32_t next        # in the free list
     int32_t bounce       # index of a bounce buffer, or -1
 
+# A work request that is no operation (ib_ep_work); one at a time.
+cdef struct ib_ticket_t:
+    ib_ep_t *ep          # NULL: none under way
+    uint32_t number
+    uint32_t done        # the last number that has completed
+    int status           # of its completion
+
 # The backend's part of an operation (ucxm_op_t.scratch).
 cdef struct ib_op_t:
     ucxm_op_t *next      # in the list of finished operations
@@ -323,7 +349,7 @@ cdef struct ib_config_t:
     uint32_t queue_depth  # work requests per endpoint, 0: default
     uint64_t max_msg     # bytes per work request, 0: the device's
     uint8_t atomic_right  # derived keys need the registration's own right for atomics
-    uint8_t mw_bind      # DERIVED_ONLY registrations may be bound to windows
+    uint8_t mw_bind      # which registrations may be bound to windows: IB_MW_BIND_*
 
 cdef struct ib_md_t:
     ucxm_verbs_t *verbs
@@ -371,6 +397,7 @@ cdef struct ib_md_t:
     uint8_t *bounce
     uint32_t *bounce_free
     uint32_t bounce_left
+    ib_ticket_t ticket
     ib_counts_t counts
 
 # The backend's part of an endpoint.  Lock order: ep.lock, md.lock.
@@ -409,6 +436,10 @@ cdef struct ib_rkey_t:
     uint64_t guid
 
 cdef enum:
+    IB_MW_BIND_DERIVED_ONLY = 1
+    IB_MW_BIND_ANY = 2      # all that something may be derived from
+
+cdef enum:
     IB_BOUNCE_SIZE = 8192   # transfers up to here need no local key
     IB_BOUNCE_COUNT = 32
 
@@ -439,3 +470,9 @@ cdef void ib_stat(ib_md_t *md, unsigned index, const char **name, uint64_t *valu
 
 cdef unsigned ib_access(const ib_md_t *md, const ucxm_registration_t *reg) noexcept nogil
 cdef uint32_t ib_ep_qpn(const ucxm_ep_t *ep) noexcept nogil
+# Posts `wr`, which moves no data, over a connected endpoint and waits until the device has done
+# it.  One call at a time for an Md: those under the core's key lock are.
+cdef ucxm_status_t ib_ep_work(ib_md_t *md, ucxm_ep_t *ep, ibv_send_wr *wr,
+                              ucxm_error_t *error) noexcept nogil
+# Reads and forgets the device's events; of endpoints they are handled.
+cdef void ib_drop_events(ib_md_t *md) noexcept nogil

@@ -107,6 +107,7 @@ cdef enum:
     PEERS = 1024             # peers whose last epoch is remembered
     ASYNC_INTERVAL = 1024    # empty polls between two looks at the device's events
     DRAIN_SECONDS = 10       # a device that flushes nothing for so long is given up
+    TICKET = 0x7fffffff      # the low half of such a wr_id; of an operation it is a small index
     ADDRESS_VERSION = 1
     ADDRESS_SIZE = 48
 
@@ -118,4 +119,5 @@ include "verbs.src/rkey.pxi"
 include "verbs.src/work.pxi"
 include "verbs.src/completion.pxi"
 include "verbs.src/endpoint.pxi"
+include "verbs.src/ticket.pxi"
 include "verbs.src/tables.pxi"

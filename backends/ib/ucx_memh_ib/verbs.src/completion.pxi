@@ -26,11 +26,32 @@ cdef void wc_bad(ib_md_t *md, ib_wr_t *slot, const ibv_wc *wc) noexcept nogil:
     ep_fail(slot.ep)
 
 
+cdef void ticket_end(ib_md_t *md, int status) noexcept nogil:
+    """The lock is held."""
+    md.ticket.ep.posted -= 1
+    md.ticket.ep = NULL
+    md.ticket.status = status
+    ib_store32(&md.ticket.done, md.ticket.number)
+
+
+cdef void ticket_handle(ib_md_t *md, const ibv_wc *wc) noexcept nogil:
+    """The lock is held."""
+    if md.ticket.ep == NULL or md.ticket.number != wc.wr_id >> 32:
+        return  # it was given up
+    if wc.status != IBV_WC_SUCCESS:
+        ib_count(&md.counts.error_completions)
+        ep_fail(md.ticket.ep)
+    ticket_end(md, wc.status)
+
+
 cdef void wc_handle(ib_md_t *md, const ibv_wc *wc) noexcept nogil:
     """The lock is held."""
     cdef uint32_t index = <uint32_t>wc.wr_id
     cdef ucxm_op_t *op
     cdef ib_wr_t *slot
+    if index == TICKET:
+        ticket_handle(md, wc)
+        return
     if index >= md.wr_count:
         return
     slot = &md.wrs[index]

@@ -158,6 +158,8 @@ cdef void ep_sweep(ib_ep_t *ep) noexcept nogil:
         op_failed(op, UCXM_ERR_FLUSHED)
         wr_give(md, &md.wrs[i])
         op_part_done(md, op)
+    if md.ticket.ep == ep:
+        ticket_end(md, IBV_WC_WR_FLUSH_ERR)
     pthread_mutex_unlock(&md.lock)
     run_done(md)
 
@@ -419,7 +421,7 @@ cdef uint32_t ib_ep_state(void *priv, ucxm_ep_t *pub) noexcept nogil:
     if ep.asked or now != ep.asked_at:
         if md.owns_context:
             async_drain(md)
-        elif now != ep.asked_at:
+        else:
             qp_look(ep)
         ep.asked_at = now
     ep.asked = 1

@@ -20,9 +20,24 @@ cdef unsigned ib_access(const ib_md_t *md, const ucxm_registration_t *reg) noexc
         rights |= reg.grant
     if rights & UCXM_MEM_ACCESS_REMOTE_ATOMIC:
         access |= IBV_ACCESS_REMOTE_ATOMIC
-    if md.config.mw_bind and reg.flags & UCXM_MEM_DERIVED_ONLY:
+    if md.config.mw_bind == IB_MW_BIND_ANY and reg.grant or (
+            md.config.mw_bind and reg.flags & UCXM_MEM_DERIVED_ONLY):
         access |= IBV_ACCESS_MW_BIND
     return access
+
+
+cdef ibv_mr *mr_register(ib_md_t *md, ucxm_registration_t *reg, unsigned *access) noexcept nogil:
+    """The kernel pins for writing what windows may be bound to, whatever rights they will have.
+    Read-only memory is registered without that: it has its direct key and no windows then."""
+    cdef ibv_mr *mr
+    ib_count(&md.counts.reg_mr)
+    mr = md.verbs.reg_mr(md.pd, <void *>reg.address, reg.length, access[0])
+    if mr == NULL and errno == EFAULT and access[0] & IBV_ACCESS_MW_BIND and not (
+            access[0] & IBV_ACCESS_LOCAL_WRITE or reg.flags & UCXM_MEM_DERIVED_ONLY):
+        access[0] &= ~<unsigned>IBV_ACCESS_MW_BIND
+        ib_count(&md.counts.reg_mr)
+        mr = md.verbs.reg_mr(md.pd, <void *>reg.address, reg.length, access[0])
+    return mr
 
 
 cdef ucxm_status_t reg_adopt(ib_md_t *md, ucxm_registration_t *reg,
@@ -62,8 +77,7 @@ cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
     elif reg.mem_type != UCXM_MEM_TYPE_HOST:
         return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0, "device memory needs a dmabuf")
     else:
-        ib_count(&md.counts.reg_mr)
-        mine.mr = md.verbs.reg_mr(md.pd, <void *>reg.address, reg.length, access)
+        mine.mr = mr_register(md, reg, &access)
         if mine.mr == NULL:
             return reg_failed(error, errno, "ibv_reg_mr")
     mine.access = access
@@ -81,7 +95,11 @@ cdef ucxm_status_t ib_mem_dereg(void *priv, ucxm_registration_t *reg,
         ib_count(&md.counts.dereg_mr)
         failed = md.verbs.dereg_mr(mine.mr)
         if failed:
-            return ib_fail(error, UCXM_ERR_BUSY if failed == EBUSY else UCXM_ERR_IO_ERROR, failed,
-                           "ibv_dereg_mr failed (errno %d)", failed)
+            # EINVAL is what rxe says while a window is bound to it.
+            if failed == EBUSY or failed == EINVAL and mine.access & IBV_ACCESS_MW_BIND:
+                return ib_fail(error, UCXM_ERR_BUSY, failed,
+                               "ibv_dereg_mr failed (errno %d): in use", failed)
+            return ib_fail(error, UCXM_ERR_IO_ERROR, failed, "ibv_dereg_mr failed (errno %d)",
+                           failed)
     mine.mr = NULL
     return UCXM_OK
