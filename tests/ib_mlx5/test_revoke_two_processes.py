@@ -305,4 +305,10 @@ def test_a_hundred_rounds_leave_nothing(owner, soft, attacker, memory, rounds):
     for ep in attacker.ends:
         ep.close()
     attacker.reset()
-    wait_for(lambda: held() == before, f"{before} again")
+
+    def no_more():
+        # Of descriptors `before` may have seen one too many, of a connection just being closed.
+        ours, theirs, device = held()
+        return ours <= before[0] and theirs <= before[1] and device == before[2]
+
+    wait_for(no_more, f"{before} again")
