@@ -6,6 +6,9 @@ cdef enum:
     PARKED_HELD = 1
     PARKED_DYING = 2   # the device is destroying it
 
+cdef enum:
+    SAME_INDEX = 4     # values in quarantine, one after the other, before an index is given up
+
 
 cdef void parked_done(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil:
     cdef parked_t *parked = <parked_t *>self
@@ -93,23 +96,25 @@ cdef ucxm_status_t placeholders_flush(md_t *md, ucxm_error_t *error) noexcept no
 
 
 cdef void placeholders_expire(md_t *md, ucxm_error_t *error) noexcept nogil:
-    """Give up those in whose stead another value of the index may come again."""
+    """Give up those of whose index no value is in quarantine any more: all were revoked before
+    the placeholder came, and none since."""
     cdef placeholders_t *all = &md.placeholders
-    while all.count != 0 and not quarantine_has(&md.quarantine, all.ring[all.oldest].value):
+    while all.count != 0 and (
+            md.quarantine.pushed - all.ring[all.oldest].born >= md.quarantine.size):
         if placeholder_drop(md, error) != UCXM_OK:
             break
 
 
-cdef ucxm_status_t placeholder_make(md_t *md, uint32_t value,
-                                    ucxm_error_t *error) noexcept nogil:
-    """Keep the index of `value` busy: its key has just gone, and a device that offers the lowest
-    index, or the last one freed, would offer this one for ever."""
+cdef ucxm_status_t placeholder_make(md_t *md, ucxm_error_t *error) noexcept nogil:
+    """Keep an index busy whose key has just gone: a device that offers the lowest index, or the
+    last one freed, would offer this one for ever."""
     cdef placeholders_t *all = &md.placeholders
     cdef parked_t *placeholder
     cdef ucxm_status_t status
     if all.ring == NULL:
-        # Some 256 values to an index, so half as many again as can ever be needed.
-        all.size = md.quarantine.size // 170 + PARKED_MAX
+        # An index has some 256 values, and by chance only half of them are used up when several
+        # in a row are found to be: twice as many as should ever be needed.
+        all.size = md.quarantine.size // 64 + PARKED_MAX
         all.ring = <parked_t *>alloc_zeroed(all.size * sizeof(parked_t))
         if all.ring == NULL:
             return UCXM_ERR_NO_MEMORY
@@ -121,7 +126,7 @@ cdef ucxm_status_t placeholder_make(md_t *md, uint32_t value,
     memset(placeholder, 0, sizeof(placeholder[0]))
     placeholder.done.func = placeholder_done
     placeholder.md = md
-    placeholder.value = value
+    placeholder.born = md.quarantine.pushed
     placeholder.slot.kind = UCXM_KEY_PLACEHOLDER
     md.counters.key_create += 1
     status = md.ops.key_create(md.priv, NULL, &placeholder.slot, error)
@@ -138,14 +143,16 @@ cdef ucxm_completion_t IGNORED
 IGNORED.func = ignored_done
 
 
-cdef void key_refuse(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot,
+cdef void key_refuse(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, bint used_up,
                      ucxm_error_t *error) noexcept nogil:
-    """See to it that the device does not offer this value at once again."""
+    """See to it that the device does not offer this value at once again, nor, if it is used up,
+    its index."""
     if md.attr.placeholders:
         md.counters.key_destroy += 1
         if md.ops.key_destroy(md.priv, NULL, slot, &IGNORED, error) == UCXM_OK:
             md.counters.parked += 1
-            placeholder_make(md, slot.value, error)
+            if used_up:
+                placeholder_make(md, error)
             return
     parked_put(md, memh, slot)
 
@@ -154,9 +161,10 @@ cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, 
                             ucxm_error_t *error) noexcept nogil:
     """Fill the slot with a key whose value was not destroyed lately.
 
-    For a value in quarantine another one is asked for, PARKED_MAX times at most.  A placeholder
-    takes its index for as long as its values are in quarantine; where the device has none, the key
-    itself is parked until this call ends.
+    For a value in quarantine another one is asked for.  The next may be of the same index; when
+    SAME_INDEX of them were in quarantine, a placeholder takes it for as long as any of its values
+    are, PARKED_MAX times at most.  Where the device has no placeholders, the key itself is parked
+    until this call ends.
     """
     cdef ucxm_key_slot_t fresh
     cdef ucxm_error_t ignored
@@ -167,7 +175,7 @@ cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, 
     memset(&ignored, 0, sizeof(ignored))
     parked_flush(md, NULL, &ignored)
     placeholders_expire(md, &ignored)
-    for tries in range(PARKED_MAX):
+    for tries in range(1, PARKED_MAX * SAME_INDEX + 1):
         if md.parked_count == PARKED_MAX:
             break
         memset(&fresh, 0, sizeof(fresh))
@@ -182,7 +190,7 @@ cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, 
             slot[0] = fresh
             parked_flush(md, NULL, &ignored)
             return UCXM_OK
-        key_refuse(md, memh, &fresh, &ignored)
+        key_refuse(md, memh, &fresh, tries % SAME_INDEX == 0, &ignored)
     parked_flush(md, NULL, &ignored)
     error_text(error, "the device offers only key values that were revoked lately")
     return UCXM_ERR_NO_RESOURCE

@@ -38,7 +38,7 @@ cdef struct parked_t:
     ucxm_registration_t *reg
     ucxm_key_slot_t slot
     uint32_t state           # PARKED_*
-    uint32_t value           # a placeholder's: the value in whose stead it is there
+    uint64_t born            # a placeholder's: revocations before it
 
 # Keys that keep indices busy whose values were all revoked lately, the oldest first.
 cdef struct placeholders_t:

@@ -51,6 +51,28 @@ cdef int reg_check(md_t *md, reg_t *reg, bint writable) except -1:
     return 0
 
 
+cdef Memh base_wrap(Md self, reg_t *reg, str op):
+    """Register what has been prepared, and its base."""
+    cdef md_t *md = reg.md
+    cdef ucxm_memh_t *memh = NULL
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    cdef Memh base
+    memset(&error, 0, sizeof(error))
+    context = {"address": reg.pub.address, "length": reg.pub.length}
+    if md.attr.fast_reg:
+        status = mem_reg(md, reg, &memh, &error)
+    else:
+        with nogil:
+            status = mem_reg(md, reg, &memh, &error)
+    if status != UCXM_OK:
+        raise failure(status, op, md, &error, context)
+    base = Memh.__new__(Memh)
+    base.memh = memh
+    base.md = self
+    return base
+
+
 cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
                 const ucxm_md_attr_t *attr, void *priv, object keep):
     cdef md_t *md
@@ -176,14 +198,10 @@ cdef class Md:
         """
         cdef md_t *md = md_use(self, "mem_reg")
         cdef reg_t *reg
-        cdef ucxm_memh_t *memh = NULL
-        cdef ucxm_error_t error
-        cdef ucxm_status_t status
         cdef uint64_t access = 0
         cdef uint64_t number
         cdef uint64_t asked = 0
         cdef bint writable = True
-        cdef Memh self_memh
 
         if flags is not None:
             asked = as_access(flags, "mem_reg")
@@ -236,19 +254,40 @@ cdef class Md:
         except BaseException:
             reg_put(reg)
             raise
-        memset(&error, 0, sizeof(error))
-        context = {"address": reg.pub.address, "length": reg.pub.length}
-        if md.attr.fast_reg:
-            status = mem_reg(md, reg, &memh, &error)
-        else:
-            with nogil:
-                status = mem_reg(md, reg, &memh, &error)
-        if status != UCXM_OK:
-            raise failure(status, "mem_reg", md, &error, context)
-        self_memh = Memh.__new__(Memh)
-        self_memh.memh = memh
-        self_memh.md = self
-        return self_memh
+        return base_wrap(self, reg, "mem_reg")
+
+    def mem_adopt(self, mr, owner=None, flags=None):
+        """A base on a native registration that somebody else made (the backend says which kind).
+
+        `mr` is its address; `owner` (any object) keeps it alive and is held.  It must be of the
+        domain's own protection domain (see the backend's `context` and `pd`) and is never freed
+        here.  `flags` say what it was registered with, which nobody can ask it: None means
+        ACCESS_RMA; a right that it does not have is refused by the device, at the first use.
+        Raises UnsupportedError (the domain adopts nothing), InvalidParamError.
+        """
+        cdef md_t *md = md_use(self, "mem_adopt")
+        cdef uint64_t native = as_u64(mr, "mr", "mem_adopt")
+        cdef uint64_t access = UCXM_MEM_ACCESS_RMA
+        cdef reg_t *reg
+        if flags is not None:
+            access = as_access(flags, "mem_adopt")
+        if native == 0:
+            raise _errors.InvalidParamError("mr is NULL", op="mem_adopt",
+                                            component=md_component(md))
+        if not md.attr.flags & UCXM_MD_FLAG_REG or not md.attr.flags & UCXM_MD_FLAG_NEED_MEMH:
+            raise _errors.UnsupportedError("this domain has no native registrations to adopt",
+                                           op="mem_adopt", component=md_component(md))
+        reg = reg_alloc(md)
+        if reg == NULL:
+            raise _errors.NoMemoryError(op="mem_adopt", component=md_component(md))
+        reg.pub.adopt = <void *>native
+        reg.pub.flags = access
+        reg.pub.grant = access & UCXM_MEM_ACCESS_ALL
+        reg.pub.direct_rights = reg.pub.grant
+        if owner is not None:
+            Py_INCREF(owner)
+            reg.owner = <PyObject *>owner
+        return base_wrap(self, reg, "mem_adopt")
 
     def rkey_unpack(self, key):
         """Make a packed key usable and return its Rkey (uct_rkey_unpack).

@@ -11,6 +11,7 @@ cdef struct quarantine_t:
     uint32_t oldest  # in the ring
     uint32_t mask    # of the table
     uint32_t zeros   # the table cannot hold 0, its mark for an empty place
+    uint64_t pushed  # in all
     uint32_t *ring
     uint32_t *table
 
@@ -80,6 +81,7 @@ cdef void quarantine_forget(quarantine_t *q, uint32_t value) noexcept nogil:
 cdef void quarantine_push(quarantine_t *q, uint32_t value) noexcept nogil:
     if q.size == 0 or quarantine_has(q, value):
         return
+    q.pushed += 1
     if q.count == q.size:
         quarantine_forget(q, q.ring[q.oldest])
         q.ring[q.oldest] = value

@@ -46,7 +46,7 @@ cdef reg_t *reg_alloc(md_t *md) noexcept nogil:
 cdef ucxm_status_t reg_hold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
     """Register with the device; an empty region holds nothing."""
     cdef ucxm_status_t status
-    if reg.pub.length == 0:
+    if reg.pub.length == 0 and reg.pub.adopt == NULL:
         return UCXM_OK
     fetch_add64(&reg.md.counters.mem_reg, 1)
     status = reg.md.ops.mem_reg(reg.md.priv, &reg.pub, error)

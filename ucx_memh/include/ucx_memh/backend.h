@@ -102,7 +102,8 @@ struct ucxm_registration {
     uint64_t dmabuf_offset;
     int32_t dmabuf_fd; /* -1: none */
     uint32_t mem_type; /* UCXM_MEM_TYPE_* */
-    void *adopt;       /* a native registration to stand on, not ours to free; or NULL */
+    void *adopt;       /* a native registration to stand on, not ours to free; or NULL.  With
+                        * length 0: the whole of it, and mem_reg fills address and length */
     uint32_t lkey;     /* out: the native local key                             */
     uint32_t rkey;     /* out: the native direct key                            */
     void *priv;        /* points at the backend's part                          */

@@ -48,6 +48,9 @@ cdef ucxm_status_t reg_adopt(ib_md_t *md, ucxm_registration_t *reg,
     if mr.pd != md.pd:
         return ib_fail(error, UCXM_ERR_INVALID_PARAM, 0,
                        "the ibv_mr belongs to another protection domain")
+    if reg.length == 0:
+        reg.address = start
+        reg.length = mr.length
     if reg.address < start or reg.length > mr.length or (
             reg.address - start > mr.length - reg.length):
         return ib_fail(error, UCXM_ERR_INVALID_PARAM, 0, "outside the range of the ibv_mr")
