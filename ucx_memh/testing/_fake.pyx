@@ -30,7 +30,7 @@ from ucx_memh.libmemh cimport (
     UCXM_MD_FLAG_NEED_RKEY, UCXM_MD_FLAG_REG, UCXM_MD_FLAG_REG_DERIVED,
     UCXM_MD_FLAG_REG_DMABUF, UCXM_MD_FLAG_RKEY_PTR, UCXM_MEM_ACCESS_REMOTE,
     UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT,
-    UCXM_MEMH_LIVE, UCXM_MEMH_REVOKING, UCXM_OK, UCXM_OP_COMPARE_SWAP, UCXM_OP_FETCH_ADD,
+    UCXM_MEMH_REVOKING, UCXM_OK, UCXM_OP_COMPARE_SWAP, UCXM_OP_FETCH_ADD,
     UCXM_OP_GET, UCXM_OP_PUT, ucxm_completion_t, ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_ep_t,
     ucxm_error_t, ucxm_identity_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t,
     ucxm_memh_inherited_tail, ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_own_tail, ucxm_memh_t,
@@ -541,7 +541,8 @@ cdef ucxm_status_t fake_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key
         violate(dev, "key_create, key_destroy: not one after the other")
     status = enter(dev, OP_KEY_CREATE, error)
     check_tails(dev, memh)
-    if memh.id.state != UCXM_MEMH_LIVE:
+    # A revocation may begin at any moment; it waits for us before it destroys the key.
+    if memh.id.state > UCXM_MEMH_REVOKING:
         violate(dev, "key_create: the handle is not live")
     if slot.live or slot.object != NULL:
         violate(dev, "key_create: the slot is in use")
