@@ -523,3 +523,20 @@ def test_rule15_every_contiguous_buffer_can_be_registered(fakes, make):
     base.dereg()
     if isinstance(buffer, mmap.mmap):
         buffer.close()
+
+
+@pytest.mark.parametrize(
+    ("able", "flags"),
+    [
+        ({"derive": False}, um.MemFlag.DERIVED_ONLY | um.MemFlag.ACCESS_RMA),
+        ({"atomic": False}, um.MemFlag.ACCESS_ALL),
+        ({"reg": False, "derive": False, "invalidate": False}, um.MemFlag.ACCESS_RMA),
+    ],
+)
+def test_adopting_takes_the_checks_of_registering(fakes, able, flags):
+    """What the domain cannot do is refused before it sees the registration."""
+    md, device = fakes(need_memh=True, **able)
+    with pytest.raises(um.UnsupportedError) as refused:
+        md.mem_adopt(0x1000, flags=flags)
+    assert refused.value.op == "mem_adopt"
+    assert device.count("mem_reg") == 0

@@ -318,3 +318,48 @@ def test_rule8_bounded_memory_got_before_the_first_key(fakes):
 def test_rule8_a_quarantine_without_bounds_is_refused(fakes, size):
     with pytest.raises(um.InvalidParamError):
         fakes(quarantine=size)
+
+
+@pytest.mark.parametrize("destroy", ["now", "progress", "manual"])
+def test_rule8_placeholders_and_what_is_refused_is_destroyed_once(fakes, destroy):
+    """Also by a device that takes its time for a destruction: nothing is asked of it twice."""
+    md, device = fakes(quarantine=8, placeholders=True, destroy=destroy)
+    base = md.mem_reg(bytearray(64))
+
+    ended = []
+
+    def revoke(win):
+        win.invalidate(lambda status: ended.append(status))
+        if destroy == "manual":
+            device.complete()
+        md.progress()
+        assert ended.pop() == um.Status.OK
+
+    for value in range(1, 6):
+        device.next_values([value])
+        win = base.derive()
+        win.mkey_pack()
+        revoke(win)
+    # The fourth in a row gets a placeholder, once it is gone itself.
+    held = [90] if destroy == "now" else []
+    device.next_values([1, 2, 3, 4, *held, 5, 6])
+    before = device.count("key_destroy")
+    win = base.derive()
+    assert native(win.mkey_pack())[0] == 6
+    if destroy == "manual":
+        device.complete()
+    md.progress()
+    kinds = [kind for kind, *_ in device.live_keys.values()]
+    assert kinds.count("placeholder") == len(held) == md.stats()["key_placeholders"]
+    assert kinds.count("derived") == 1
+    assert device.count("key_destroy") - before == 5
+    assert md.stats()["keys_parked"] == 5
+    assert md.stats()["keys_parked_now"] == 0
+    assert device.violations == {}
+    revoke(win)
+    for _ in range(8):  # the placeholder's index is free again, and it goes
+        win = base.derive()
+        win.mkey_pack()
+        revoke(win)
+    base.derive().mkey_pack()
+    assert md.stats()["key_placeholders"] == 0

@@ -136,25 +136,13 @@ cdef ucxm_status_t placeholder_make(md_t *md, ucxm_error_t *error) noexcept nogi
     return status
 
 
-cdef void ignored_done(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil:
-    pass
-
-cdef ucxm_completion_t IGNORED
-IGNORED.func = ignored_done
-
-
 cdef void key_refuse(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, bint used_up,
                      ucxm_error_t *error) noexcept nogil:
     """See to it that the device does not offer this value at once again, nor, if it is used up,
     its index."""
-    if md.attr.placeholders:
-        md.counters.key_destroy += 1
-        if md.ops.key_destroy(md.priv, NULL, slot, &IGNORED, error) == UCXM_OK:
-            md.counters.parked += 1
-            if used_up:
-                placeholder_make(md, error)
-            return
     parked_put(md, memh, slot)
+    if md.attr.placeholders and parked_flush(md, NULL, error) == UCXM_OK and used_up:
+        placeholder_make(md, error)
 
 
 cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, uint8_t kind,

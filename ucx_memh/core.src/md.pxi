@@ -16,7 +16,6 @@ cdef struct rkey_t
 
 cdef struct stripe_t:
     spin_t lock
-    uint32_t count
     uint64_t hits
     uint64_t pad[6]      # one cache line each
 
@@ -57,7 +56,6 @@ cdef struct md_t:
     uint32_t state
     uint32_t users           # threads inside the backend
     uint32_t component_id
-    size_t memh_size
     uint64_t next_key_id
     spin_t tree_lock         # links, states and counts of handles and endpoints
     uint32_t live_bases

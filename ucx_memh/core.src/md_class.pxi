@@ -11,8 +11,8 @@ cdef md_t *md_use(Md self, str op) except NULL:
     return md
 
 
-cdef int reg_check(md_t *md, reg_t *reg, bint writable) except -1:
-    """What can be told without the device, for a Registration about to be made."""
+cdef int reg_check(md_t *md, reg_t *reg, bint writable, str op) except -1:
+    """What can be told without the device, for a Registration about to be made or adopted."""
     cdef uint64_t grant = reg.pub.grant
     cdef uint64_t writes = (UCXM_MEM_ACCESS_LOCAL_WRITE | UCXM_MEM_ACCESS_REMOTE_PUT |
                             UCXM_MEM_ACCESS_REMOTE_ATOMIC)
@@ -40,7 +40,7 @@ cdef int reg_check(md_t *md, reg_t *reg, bint writable) except -1:
         detail = f"the address must be aligned to {md.attr.reg_alignment} bytes"
     if status != UCXM_OK:
         raise _errors.error_from_status(
-            status, "mem_reg", md_component(md), detail,
+            status, op, md_component(md), detail,
             address=reg.pub.address, length=reg.pub.length)
     reg.pub.direct_rights = grant
     if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
@@ -250,7 +250,7 @@ cdef class Md:
             elif reg.pub.dmabuf_offset != 0:
                 raise _errors.InvalidParamError("dmabuf_offset goes with dmabuf_fd", op="mem_reg",
                                                 component=md_component(md))
-            reg_check(md, reg, writable)
+            reg_check(md, reg, writable, "mem_reg")
         except BaseException:
             reg_put(reg)
             raise
@@ -283,7 +283,11 @@ cdef class Md:
         reg.pub.adopt = <void *>native
         reg.pub.flags = access
         reg.pub.grant = access & UCXM_MEM_ACCESS_ALL
-        reg.pub.direct_rights = reg.pub.grant
+        try:
+            reg_check(md, reg, True, "mem_adopt")
+        except BaseException:
+            reg_put(reg)
+            raise
         if owner is not None:
             Py_INCREF(owner)
             reg.owner = <PyObject *>owner

@@ -66,7 +66,7 @@ cdef ucxm_memh_t *memh_alloc(md_t *md, reg_t *reg, uint64_t rights) noexcept nog
 
 
 cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, uint64_t length,
-                             uint64_t rights, uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
+                             uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
     """A derived handle: size, malloc, one memcpy of the inherited span, init of the rest.
 
     Not linked and not counted yet: the caller may still throw it away with mem_free.
@@ -78,7 +78,7 @@ cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, ui
     init_identity(memh, md, parent, &DERIVED_PLAN, layout.own_offset)
     memcpy(<char *>memh + layout.copy_offset, <char *>parent + layout.copy_offset,
            layout.copy_size)
-    init_own(memh, address, length, rights, grant, ep)
+    init_own(memh, address, length, grant, grant, ep)
     md.ops.tail_init(md.priv, memh, NULL, ucxm_memh_own_tail(memh))
     return memh
 
@@ -233,7 +233,7 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
     status = md_enter(md)
     if status != UCXM_OK:
         return status
-    memh = memh_clone(md, parent, base.address + offset, length, grant, grant, ep)
+    memh = memh_clone(md, parent, base.address + offset, length, grant, ep)
     if memh == NULL:
         md_leave(md)
         return UCXM_ERR_NO_MEMORY

@@ -4,7 +4,7 @@
 cdef struct reg_t:
     ucxm_registration_t pub   # first: what the backend sees
     md_t *md
-    uint32_t refs             # handles and transfers
+    uint32_t refs             # handles
     uint32_t inflight         # transfers that use the local key
     bint held                 # the native registration exists
     PyObject *owner           # keeps plain addresses alive

@@ -82,6 +82,7 @@ def open_fake(
     software: bool = True,
     python: bool = False,
     fast_reg: bool = False,
+    placeholders: bool = False,
     tail_inherit_size: int = 0,
     tail_own_size: int = 0,
     destroy: Literal["now", "progress", "manual"] = "now",

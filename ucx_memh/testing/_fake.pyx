@@ -24,6 +24,7 @@ from ucx_memh.libmemh cimport (
     UCXM_ERR_MALFORMED_KEY, UCXM_ERR_NO_MEMORY, UCXM_ERR_PEER_GONE, UCXM_ERR_RANGE,
     UCXM_ERR_REMOTE_ACCESS, UCXM_ERR_UNREACHABLE, UCXM_ERR_FLUSHED, UCXM_INPROGRESS,
     UCXM_KEY_ATOMIC, UCXM_KEY_DERIVED, UCXM_KEY_DIRECT, UCXM_KEY_INDIRECT,
+    UCXM_KEY_PLACEHOLDER,
     UCXM_KEY_PAYLOAD_MAX, UCXM_MD_FLAG_ATOMIC, UCXM_MD_FLAG_DERIVE_ENDPOINT,
     UCXM_MD_FLAG_ENDPOINT, UCXM_MD_FLAG_EVENT_FD, UCXM_MD_FLAG_INVALIDATE,
     UCXM_MD_FLAG_INVALIDATE_AMO, UCXM_MD_FLAG_INVALIDATE_RMA, UCXM_MD_FLAG_NEED_MEMH,
@@ -209,6 +210,7 @@ cdef struct fake_t:
     bint deferred
     bint connectionless
     bint python
+    bint placeholders
 
     uint64_t counter[OPS]
     uint64_t gil_held[OPS]
@@ -533,36 +535,42 @@ cdef ucxm_status_t fake_mem_derive(void *priv, const ucxm_memh_t *base, const uc
 cdef ucxm_status_t fake_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key_slot_t *slot,
                                    ucxm_error_t *error) noexcept nogil:
     cdef fake_t *dev = <fake_t *>priv
-    cdef const ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef const ucxm_memh_own_t *own = NULL
     cdef uint64_t may = UCXM_MEM_ACCESS_REMOTE
     cdef key_t *key
     cdef ucxm_status_t status
     if add32(&dev.inside_keys, 1) != 1:
         violate(dev, "key_create, key_destroy: not one after the other")
     status = enter(dev, OP_KEY_CREATE, error)
-    check_tails(dev, memh)
-    # A revocation may begin at any moment; it waits for us before it destroys the key.
-    if memh.id.state > UCXM_MEMH_REVOKING:
-        violate(dev, "key_create: the handle is not live")
     if slot.live or slot.object != NULL:
         violate(dev, "key_create: the slot is in use")
-    if own.length == 0:
-        violate(dev, "key_create: for an empty range")
-    if slot.kind == UCXM_KEY_DIRECT or (slot.kind == UCXM_KEY_DERIVED) != (
-            memh.id.parent != NULL):
-        violate(dev, "key_create: a kind of key that such a handle does not have")
+    if (memh == NULL) != (slot.kind == UCXM_KEY_PLACEHOLDER) or (
+            memh == NULL and not dev.placeholders):
+        violate(dev, "key_create: a placeholder, and nothing else, has no handle")
+    if memh != NULL:
+        own = ucxm_memh_own(memh)
+        check_tails(dev, memh)
+        # A revocation may begin at any moment; it waits for us before it destroys the key.
+        if memh.id.state > UCXM_MEMH_REVOKING:
+            violate(dev, "key_create: the handle is not live")
+        if own.length == 0:
+            violate(dev, "key_create: for an empty range")
+        if slot.kind == UCXM_KEY_DIRECT or (slot.kind == UCXM_KEY_DERIVED) != (
+                memh.id.parent != NULL):
+            violate(dev, "key_create: a kind of key that such a handle does not have")
     key = key_new(dev, slot.kind) if status == UCXM_OK else NULL
     if key != NULL:
         if slot.kind == UCXM_KEY_INDIRECT:
             may = UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_GET
         elif slot.kind == UCXM_KEY_ATOMIC:
             may = UCXM_MEM_ACCESS_REMOTE_ATOMIC
-        key.address = own.address
-        key.length = own.length
-        key.rights = own.rights & may
-        key.reg = memh.inherited.reg
-        if own.ep != NULL:
-            key.endpoint = (<fep_t **>own.ep.priv)[0].id
+        if own != NULL:
+            key.address = own.address
+            key.length = own.length
+            key.rights = own.rights & may
+            key.reg = memh.inherited.reg
+            if own.ep != NULL:
+                key.endpoint = (<fep_t **>own.ep.priv)[0].id
         slot.object = key
         slot.value = key.value
         key_add(dev, key)
@@ -1268,7 +1276,8 @@ cdef void *resized(const void *table, size_t real, size_t wanted) except NULL:
 _KINDS = {"get": UCXM_OP_GET, "put": UCXM_OP_PUT, "fetch_add": UCXM_OP_FETCH_ADD,
           "compare_swap": UCXM_OP_COMPARE_SWAP}
 _KEY_KINDS = {UCXM_KEY_DIRECT: "direct", UCXM_KEY_INDIRECT: "indirect",
-              UCXM_KEY_ATOMIC: "atomic", UCXM_KEY_DERIVED: "derived"}
+              UCXM_KEY_ATOMIC: "atomic", UCXM_KEY_DERIVED: "derived",
+              UCXM_KEY_PLACEHOLDER: "placeholder"}
 
 
 cdef class FakeDevice:
@@ -1531,9 +1540,9 @@ def open_fake(
     bint dmabuf=False, flags=None, uint64_t max_reg=0, uint64_t mem_types=1,
     size_t reg_alignment=1, rkey_packed_size=None, rkey_raw_size=None, payload_length=None,
     size_t bounce_size=0, uint32_t quarantine=64, bint software=True, bint python=False,
-    bint fast_reg=False, size_t tail_inherit_size=0, size_t tail_own_size=0,
-    destroy="now", bint deferred=False, bint connectionless=False, without_ops=(), stub_ops=(),
-    abi=None, ops_size=0, ep_ops_size=0, attr_size=0,
+    bint fast_reg=False, bint placeholders=False, size_t tail_inherit_size=0,
+    size_t tail_own_size=0, destroy="now", bint deferred=False, bint connectionless=False,
+    without_ops=(), stub_ops=(), abi=None, ops_size=0, ep_ops_size=0, attr_size=0,
 ):
     """Open a fake device: returns (Md, FakeDevice).
 
@@ -1599,6 +1608,7 @@ def open_fake(
     attr.software = software
     attr.python = python
     attr.fast_reg = fast_reg
+    attr.placeholders = dev.placeholders = placeholders
     memset(&attr.enforcement, UCXM_ENFORCE_ENFORCED, sizeof(attr.enforcement))
     name = component.encode()[:sizeof(attr.component) - 1]
     memcpy(attr.component, <const char *>name, len(name))
