@@ -20,7 +20,7 @@ C = (".c", ".h")
 MADE = {".git", ".venv", "build", "dist", "__pycache__", "shared"}  # not ours or not written
 
 # The modules of ours that a backend may use, beside its own.
-PUBLIC = {"libmemh", "core", "errors", "flags", "resources", "hookspecs"}
+PUBLIC = {"libmemh", "core", "errors", "flags", "resources", "config", "hookspecs"}
 ALSO = {"ucx_memh_ib_mlx5": {"ucx_memh_ib.verbs"}}  # by one backend alone
 
 
@@ -163,6 +163,7 @@ LEAVES = {
     "flags.py": set(),
     "errors.py": {"ucx_memh.flags"},
     "resources.py": {"ucx_memh.flags"},
+    "config.py": {"ucx_memh.errors"},
     "hookspecs.py": {"ucx_memh.resources", "ucx_memh.core"},  # the latter for types only
 }
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ucx_memh.config import settings as known_settings
 from ucx_memh.errors import InvalidParamError, NoDeviceError
 from ucx_memh.hookspecs import hookimpl
 from ucx_memh.resources import Component, MdResource
@@ -36,15 +37,8 @@ __all__ = ["COMPONENT", "MD_NAME", "PEER_CHECK_INTERVAL"]
 def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
     from ._probe import YAMA_SCOPE_PATH
 
-    settings = {"peer_check_interval": PEER_CHECK_INTERVAL, "yama_scope_path": YAMA_SCOPE_PATH}
-    for name, value in (config or {}).items():
-        if name not in settings:
-            known = ", ".join(settings)
-            raise InvalidParamError(
-                f"unknown configuration key {name!r}; known are {known}", component=COMPONENT
-            )
-        settings[name] = value
-    return settings
+    defaults = {"peer_check_interval": PEER_CHECK_INTERVAL, "yama_scope_path": YAMA_SCOPE_PATH}
+    return defaults | known_settings(config, defaults, COMPONENT)
 
 
 @hookimpl

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ucx_memh.config import settings
 from ucx_memh.errors import InvalidParamError, NoDeviceError
 from ucx_memh.hookspecs import hookimpl
 from ucx_memh.resources import Component, MdResource
@@ -34,6 +35,7 @@ COMPONENT = "ib"
 VERSION = "0.1.0"
 LIBRARY = "libibverbs.so.1"
 OPTIONS = (
+    "library",
     "port",
     "gid_index",
     "queue_depth",
@@ -66,14 +68,14 @@ def ucx_memh_query_mds(component, config):
         return None
     from . import verbs
 
-    path = _library(_settings(config))
+    path = _library(settings(config, OPTIONS, COMPONENT))
     try:
         names = [name for name, _ in verbs.devices(path)]
     except OSError:  # which has room for the beginning of the reason only
         raise NoDeviceError(verbs.library_status(path)[0], component=COMPONENT) from None
     if not names:
         raise NoDeviceError(f"{path} lists no RDMA device", component=COMPONENT)
-    software = _is_software(path)
+    software = verbs.is_software(path)
     return [MdResource(component=COMPONENT, md_name=name, software=software) for name in names]
 
 
@@ -82,36 +84,18 @@ def ucx_memh_open_md(resource, config):
     """Open the device of that name."""
     if resource.component != COMPONENT:
         return None
-    from . import window
+    from . import verbs, window
 
-    settings = _settings(config)
-    path = _library(settings)
-    options = {name: settings[name] for name in OPTIONS if name in settings}
+    options = settings(config, OPTIONS, COMPONENT)
+    path = _library(options)
+    options.pop("library", None)
     try:
-        return window.open_md(path, resource.md_name, software=_is_software(path), **options)
+        return window.open_md(path, resource.md_name, software=verbs.is_software(path), **options)
     except (TypeError, OverflowError) as error:
         raise InvalidParamError(
             f"bad configuration: {error}", op="open_md", component=COMPONENT
         ) from None
 
 
-def _settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    config = dict(config or {})
-    known = ("library", *OPTIONS)
-    if unknown := [name for name in config if name not in known]:
-        raise InvalidParamError(
-            f"unknown configuration key {unknown[0]!r}; known are {', '.join(known)}",
-            component=COMPONENT,
-        )
-    return config
-
-
-def _library(settings: Mapping[str, Any]) -> str:
-    return str(settings.get("library") or LIBRARY)
-
-
-def _is_software(path: str) -> bool:
-    """A software device has a control surface, whatever name it was found under."""
-    from . import verbs
-
-    return not verbs.symbol_reason(path, "softmlx5_stat", "SOFTMLX5_1.0")
+def _library(options: Mapping[str, Any]) -> str:
+    return str(options.get("library") or LIBRARY)

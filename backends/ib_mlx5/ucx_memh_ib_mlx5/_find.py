@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+from ucx_memh.config import settings as known_settings
 from ucx_memh.errors import InvalidParamError, NoDeviceError
 from ucx_memh_ib import verbs
 
@@ -31,13 +32,7 @@ class Device:
 
 def settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
     """The configuration, if it makes sense."""
-    config = dict(config or {})
-    known = ("device", "library", *OPTIONS)
-    if unknown := [name for name in config if name not in known]:
-        raise InvalidParamError(
-            f"unknown configuration key {unknown[0]!r}; known are {', '.join(known)}",
-            component=COMPONENT,
-        )
+    config = known_settings(config, ("device", "library", *OPTIONS), COMPONENT)
     if config.get("device", "auto") not in KINDS:
         raise InvalidParamError(
             f"device is {config['device']!r}, not one of {', '.join(KINDS)}", component=COMPONENT
@@ -50,17 +45,12 @@ def software_library() -> str:
     return str(files("ucx_memh_ib_mlx5._soft") / "libsoftmlx5.so")
 
 
-def is_software(path: str) -> bool:
-    """A software device has a control surface, whatever name it was found under."""
-    return not verbs.symbol_reason(path, "softmlx5_stat", "SOFTMLX5_1.0")
-
-
 def look(verbs_path: str, mlx5_path: str) -> Device:
     """What these libraries have; NoDeviceError: the reason why nothing."""
     names = tuple(devx.devices(verbs_path, mlx5_path))
     if not names:
         raise NoDeviceError(f"{verbs_path} lists no mlx5 device", component=COMPONENT)
-    return Device(verbs_path, mlx5_path, names, is_software(verbs_path))
+    return Device(verbs_path, mlx5_path, names, verbs.is_software(verbs_path))
 
 
 def device(config: Mapping[str, Any]) -> Device:

@@ -91,6 +91,11 @@ def symbol_reason(path, name, version):
     return text.decode(errors="replace")
 
 
+def is_software(path):
+    """A software device has a control surface, whatever name it was found under."""
+    return not symbol_reason(path, "softmlx5_stat", "SOFTMLX5_1.0")
+
+
 def devices(path="libibverbs.so.1"):
     """The names and guids of the library's devices: [(name, guid)].  OSError if it cannot load."""
     cdef bytes name = path.encode()

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a backend does with the configuration that open_md() was given."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ucx_memh.errors import InvalidParamError
+
+__all__ = ["settings"]
+
+
+def settings(
+    config: Mapping[str, Any] | None, known: Iterable[str], component: str
+) -> dict[str, Any]:
+    """The configuration as a dict of its own; InvalidParamError names a key that is not `known`.
+
+    A misspelt key that is ignored would leave its user with a setting that he did not ask for.
+    """
+    config = dict(config or {})
+    known = tuple(known)
+    if unknown := [name for name in config if name not in known]:
+        raise InvalidParamError(
+            f"unknown configuration key {unknown[0]!r}; known are {', '.join(known)}",
+            op="open_md",
+            component=component,
+        )
+    return config
