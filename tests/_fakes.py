@@ -123,15 +123,28 @@ def native(key: bytes) -> tuple[int, int]:
     return rma, atomic or rma
 
 
-# ---- a handle in memory: the structs of backend.h ----
+# ---- a handle in memory: the core's books, then the structs of backend.h ----
+
+
+class Books(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("device_done", "children", "next", "prev", "plan")),
+        ("epoch", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("refs", "live_children")),
+        ("packed", ctypes.c_void_p * 8),
+        ("user_done", ctypes.c_void_p),
+        *((name, ctypes.c_uint32) for name in ("pending", "closing")),
+        ("failed", ctypes.c_int32),
+        ("reserved", ctypes.c_uint32),
+    ]
 
 
 class Identity(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("md", "parent", "children", "next", "prev", "plan")),
+        *((name, ctypes.c_void_p) for name in ("md", "parent")),
         ("key_id", ctypes.c_uint64),
-        ("epoch", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("refs", "state", "live_children", "own_offset")),
+        *((name, ctypes.c_uint32) for name in ("state", "inherited_tail_offset")),
+        *((name, ctypes.c_uint32) for name in ("own_offset", "own_tail_offset")),
     ]
 
 
@@ -159,9 +172,4 @@ class Own(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("address", "length", "rights", "grant")),
         ("ep", ctypes.c_void_p),
         ("slot", Slot * 3),
-        ("packed", ctypes.c_void_p * 8),
-        *((name, ctypes.c_void_p) for name in ("device_done", "user_done", "self")),
-        *((name, ctypes.c_uint32) for name in ("pending", "closing")),
-        ("failed", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
     ]

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 import ucx_memh as um
-from _fakes import ALL, GET, PUT, REMOTE, Identity, Inherited, Own
+from _fakes import ALL, GET, PUT, REMOTE, Books, Identity, Inherited, Own
 from ucx_memh.core import memh_layout
 from ucx_memh.testing import PoisonAllocator, memh_bytes, memh_pointer, open_fake
 
@@ -17,28 +17,25 @@ class Look:
     """A handle, taken apart."""
 
     def __init__(self, memh, tails):
-        copy_offset, copy_size, own_offset, size = memh_layout(*tails)
+        at, copy_offset, copy_size, own_offset, size = memh_layout(*tails)
         data = self.data = memh_bytes(memh, size)
         self.at = memh_pointer(memh)
-        self.id = Identity.from_buffer_copy(data)
+        self.books = Books.from_buffer_copy(data)
+        self.id = Identity.from_buffer_copy(data, at)
         self.inherited = Inherited.from_buffer_copy(data, copy_offset)
         self.span = data[copy_offset : copy_offset + copy_size]
         self.own = Own.from_buffer_copy(data, own_offset)
-        self.own_offset = own_offset
+        self.id_offset = at
         self.own_tail = data[size - tails[1] :] if tails[1] else b""
 
     def neutral(self):
         """All bytes; what must differ between two handles is checked and then made equal."""
         data = bytearray(self.data)
-        assert self.own.self == self.at
         tail = bytes((0xC3 + i + (self.at >> 4)) & 255 for i in range(len(self.own_tail)))
         assert self.own_tail == tail  # what the fake writes there
         data[len(data) - len(tail) :] = bytes(len(tail))
-        for name in ("next", "prev", "key_id"):
-            field = getattr(Identity, name)
-            data[field.offset : field.offset + field.size] = bytes(field.size)
-        at = self.own_offset + Own.self.offset
-        data[at : at + 8] = bytes(8)
+        for at, field in [(0, Books.next), (0, Books.prev), (self.id_offset, Identity.key_id)]:
+            data[at + field.offset : at + field.offset + field.size] = bytes(field.size)
         return bytes(data)
 
 
@@ -86,13 +83,13 @@ def test_every_byte_is_initialised(frozen_heap, kind, tails):
 
     buffer = bytearray(4096)
     looks = {fill: poisoned(fill, tails, act) for fill in (0xA5, 0x5A, 0x3C, 0xC3)}
-    size = memh_layout(*tails)[3]
+    size = memh_layout(*tails)[-1]
     left = [
         i for i in range(size) if sum(look[i] == fill for fill, look in looks.items()) == len(looks)
     ]
     assert left == []
     # The method sees a byte that was left alone.
-    assert memh_layout(*tails)[3] == len(looks[0xA5])
+    assert memh_layout(*tails)[-1] == len(looks[0xA5])
 
 
 @pytest.mark.parametrize("tails", TAILS, ids=str)
@@ -121,26 +118,26 @@ def test_a_clones_own_fields(fakes, packed):
     of_base, look = Look(base, (0, 0)), Look(win, (0, 0))
     assert look.id.md == of_base.id.md
     assert look.id.parent == of_base.at
-    assert (look.id.children, look.id.refs, look.id.live_children) == (None, 1, 0)
-    assert (look.id.next, look.id.prev) == (memh_pointer(sibling), None)
+    assert (look.books.children, look.books.refs, look.books.live_children) == (None, 1, 0)
+    assert (look.books.next, look.books.prev) == (memh_pointer(sibling), None)
     assert look.id.state == um.MemhState.LIVE
-    assert look.id.epoch == of_base.id.epoch
+    assert look.books.epoch == of_base.books.epoch
     assert look.id.key_id == win.key_id > base.key_id
-    assert look.id.plan != of_base.id.plan
+    assert look.books.plan != of_base.books.plan
     own = look.own
     assert (own.address, own.length) == (base.address + 64, 128)
     assert own.rights == own.grant == GET | PUT
     assert own.ep is not None
     assert all((slot.object, slot.value, slot.live) == (None, 0, 0) for slot in own.slot)
-    assert not any(own.packed)
-    assert (own.user_done, own.pending, own.closing, own.failed) == (None, 0, 0, 0)
-    assert own.self == look.at
+    books = look.books
+    assert not any(books.packed)
+    assert (books.user_done, books.pending, books.closing, books.failed) == (None, 0, 0, 0)
     # The base's are as they were.
     assert of_base.own.rights & REMOTE == REMOTE
     assert of_base.own.slot[0].value != 0
-    assert [bool(packed_key) for packed_key in of_base.own.packed[:4]] == [packed] * 4
-    assert (of_base.id.children, of_base.id.live_children) == (look.at, 2)
-    assert of_base.id.refs == 3
+    assert [bool(packed_key) for packed_key in of_base.books.packed[:4]] == [packed] * 4
+    assert (of_base.books.children, of_base.books.live_children) == (look.at, 2)
+    assert of_base.books.refs == 3
 
 
 def test_handles_that_live_long_are_not_written_to(fakes):

@@ -6,7 +6,7 @@ import ctypes
 import pytest
 
 import ucx_memh as um
-from _fakes import AMO, RAW, RMA, Identity, Inherited, Own
+from _fakes import AMO, RAW, RMA, Books, Identity, Inherited, Own
 from ucx_memh.core import memh_layout
 
 TAILS = [0, 1, 7, 8, 15, 16, 17, 24, 63, 64, 65, 255, 4096]
@@ -14,7 +14,7 @@ TAILS = [0, 1, 7, 8, 15, 16, 17, 24, 63, 64, 65, 255, 4096]
 
 def test_sizes_of_the_spans():
     """No padding anywhere: what is not written would be copied or compared as it lies."""
-    for span in (Identity, Inherited, Own):
+    for span in (Books, Identity, Inherited, Own):
         fields = [getattr(span, name) for name, _ in span._fields_]
         assert sum(field.size for field in fields) == ctypes.sizeof(span)
     assert memh_layout() == memh_layout(0, 0)
@@ -23,8 +23,10 @@ def test_sizes_of_the_spans():
 @pytest.mark.parametrize("inherit", TAILS)
 def test_layout_matrix(inherit):
     for own in TAILS:
-        copy_offset, copy_size, own_offset, size = memh_layout(inherit, own)
-        assert copy_offset == ctypes.sizeof(Identity)
+        at, copy_offset, copy_size, own_offset, size = memh_layout(inherit, own)
+        assert at == ctypes.sizeof(Books)
+        assert at % 16 == 0
+        assert copy_offset == at + ctypes.sizeof(Identity)
         assert copy_offset + copy_size == own_offset  # no gap and no overlap
         assert own_offset % 16 == 0
         assert 0 <= own_offset - copy_offset - ctypes.sizeof(Inherited) - inherit < 16
@@ -36,7 +38,7 @@ def test_layout_matrix(inherit):
 def test_every_handle_is_allocated_by_it(fakes, inherit, own):
     """A base costs its registration and itself, a derived handle itself alone."""
     md, _ = fakes(tail_inherit_size=inherit, tail_own_size=own)
-    size = memh_layout(inherit, own)[3]
+    size = memh_layout(inherit, own)[-1]
     before = fakes.memory.allocs
     base = md.mem_reg(bytearray(64))
     assert fakes.memory.allocs == before + 2

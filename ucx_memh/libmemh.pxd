@@ -182,16 +182,11 @@ cdef extern from "ucx_memh/backend.h" nogil:
     ctypedef struct ucxm_memh_identity_t:
         ucxm_md_t *md
         ucxm_memh_t *parent
-        ucxm_memh_t *children
-        ucxm_memh_t *next
-        ucxm_memh_t *prev
-        const void *plan
         uint64_t key_id
-        uint64_t epoch
-        uint32_t refs
         uint32_t state
-        uint32_t live_children
+        uint32_t inherited_tail_offset
         uint32_t own_offset
+        uint32_t own_tail_offset
 
     ctypedef struct ucxm_memh_inherited_t:
         ucxm_registration_t *reg
@@ -206,14 +201,6 @@ cdef extern from "ucx_memh/backend.h" nogil:
         uint64_t grant
         ucxm_ep_t *ep
         ucxm_key_slot_t slot[3]
-        void *packed[8]
-        ucxm_completion_t device_done
-        ucxm_completion_t *user_done
-        ucxm_memh_t *self
-        uint32_t pending
-        uint32_t closing
-        ucxm_status_t failed
-        uint32_t reserved
 
     ctypedef struct ucxm_memh_t:
         ucxm_memh_identity_t id

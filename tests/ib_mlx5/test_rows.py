@@ -402,10 +402,10 @@ def test_D10_base_and_derived_have_one_size(owner, library):
         win = base.derive()
         small = win.derive(64, 64, GET | PUT)
         assert allocator.sizes[before:] == [size, size]
-        copied = memh_layout()[0]
-        assert memh_layout(size - memh_layout()[3])[3] == size
+        _, copied, copy_size, _, bare = memh_layout()
+        assert memh_layout(size - bare)[-1] == size
         one, two, three = (memh_bytes(memh, size) for memh in (base, win, small))
-        inherited = slice(copied, copied + memh_layout()[1])
+        inherited = slice(copied, copied + copy_size)
         assert one[inherited] == two[inherited] == three[inherited]
         for memh in (base, win, small):
             moves(library, memory, memh)
@@ -785,7 +785,7 @@ def test_S10_a_clone_writes_every_byte_once(owner, library):
     memory = text()
     base = owner.mem_reg(memory)
     link(owner, library)
-    size = memh_layout()[3]
+    size = memh_layout()[-1]
     found, handles = [], []
     for fill in (0xA5, 0x5A):
         with PoisonAllocator(fill=fill) as allocator:
@@ -804,7 +804,7 @@ def test_S11_base_and_derived_are_one_type(owner, library):
     base = owner.mem_reg(memory)
     win = base.derive()
     link(owner, library)
-    copied, copy_size, own, _ = memh_layout()
+    _, copied, copy_size, own, _ = memh_layout()
     one, two = memh_bytes(base, own + 32), memh_bytes(win, own + 32)
     assert type(base) is type(win)
     assert one[copied : copied + copy_size] == two[copied : copied + copy_size]

@@ -12,10 +12,10 @@ cdef ucxm_memh_t *close_leaf(md_t *md, bint derived) noexcept nogil:
     spin_lock(&md.tree_lock)
     memh = md.bases
     while memh != NULL:
-        if memh.id.children != NULL:
-            memh = memh.id.children
+        if books_of(memh).children != NULL:
+            memh = books_of(memh).children
         elif derived and memh.id.parent == NULL:
-            memh = memh.id.next
+            memh = books_of(memh).next
         else:
             memh_get(memh)
             break
@@ -30,17 +30,17 @@ cdef ucxm_status_t close_handles(md_t *md, bint derived, uint64_t until,
     INPROGRESS: at the time `until` the device was still at one; call again.
     """
     cdef ucxm_memh_t *memh
-    cdef ucxm_memh_own_t *own
+    cdef books_t *books
     cdef ucxm_status_t status
     while True:
         memh = close_leaf(md, derived)
         if memh == NULL:
             return UCXM_OK
-        own = ucxm_memh_own(memh)
+        books = books_of(memh)
         status = revoke(memh, True, NULL, error)
-        if load32(&own.pending) != 0:
+        if load32(&books.pending) != 0:
             # The device is at it, for us or since earlier: see how that ends.
-            while load32(&own.pending) != 0:
+            while load32(&books.pending) != 0:
                 if now_ns() >= until:
                     memh_put(memh)
                     return UCXM_INPROGRESS

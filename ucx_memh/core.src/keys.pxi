@@ -189,18 +189,19 @@ cdef ucxm_status_t keys_destroy(md_t *md, ucxm_memh_t *memh,
     """Destroy the handle's own keys, one after the other.
 
     What is gone stays gone: after a failure the next call goes on where this one stopped.
-    INPROGRESS: own.pending says which slot the device is at.
+    INPROGRESS: books.pending says which slot the device is at.
     """
     cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef books_t *books = books_of(memh)
     cdef ucxm_status_t status
     cdef uint32_t i
     for i in range(UCXM_SLOTS):
         if not own.slot[i].live:
             continue
         md.counters.key_destroy += 1
-        status = md.ops.key_destroy(md.priv, memh, &own.slot[i], &own.device_done, error)
+        status = md.ops.key_destroy(md.priv, memh, &own.slot[i], &books.device_done, error)
         if status == UCXM_INPROGRESS:
-            own.pending = i + 1
+            books.pending = i + 1
         if status != UCXM_OK:
             return status
         key_gone(md, &own.slot[i])

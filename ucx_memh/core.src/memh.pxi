@@ -6,21 +6,24 @@ cdef inline layout_t md_layout(md_t *md) noexcept nogil:
     return memh_size(md.ops.tail_inherit_size, md.ops.tail_own_size)
 
 
-cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent, const plan_t *plan,
-                        size_t own_offset) noexcept nogil:
+cdef void init_books(ucxm_memh_t *memh, md_t *md, const plan_t *plan) noexcept nogil:
+    cdef books_t *books = books_of(memh)
+    memset(books, 0, sizeof(books[0]))
+    books.plan = plan
+    books.epoch = md.epoch
+    books.refs = 1
+
+
+cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent,
+                        const layout_t *layout) noexcept nogil:
     cdef ucxm_memh_identity_t *identity = &memh.id
     identity.md = <ucxm_md_t *>md
     identity.parent = parent
-    identity.children = NULL
-    identity.next = NULL
-    identity.prev = NULL
-    identity.plan = plan
     identity.key_id = fetch_add64(&md.next_key_id, 1)
-    identity.epoch = md.epoch
-    identity.refs = 1
     identity.state = UCXM_MEMH_LIVE
-    identity.live_children = 0
-    identity.own_offset = <uint32_t>own_offset
+    identity.inherited_tail_offset = sizeof(ucxm_memh_t)
+    identity.own_offset = <uint32_t>layout.own_offset
+    identity.own_tail_offset = <uint32_t>(layout.own_offset + sizeof(ucxm_memh_own_t))
 
 
 cdef void init_inherited(ucxm_memh_t *memh, reg_t *reg, size_t tail_size) noexcept nogil:
@@ -40,23 +43,22 @@ cdef void init_own(ucxm_memh_t *memh, uint64_t address, uint64_t length, uint64_
     own.grant = grant
     own.ep = ep
     memset(own.slot, 0, sizeof(own.slot))
-    memset(own.packed, 0, sizeof(own.packed))
-    own.device_done.func = NULL
-    own.user_done = NULL
-    own.self = memh
-    own.pending = 0
-    own.closing = 0
-    own.failed = UCXM_OK
-    own.reserved = 0
+
+
+cdef ucxm_memh_t *memh_alloc_bytes(const layout_t *layout) noexcept nogil:
+    """The handle in a new allocation, of which nothing is written yet."""
+    cdef books_t *books = <books_t *>mem_alloc(layout.size)
+    return NULL if books == NULL else <ucxm_memh_t *>(books + 1)
 
 
 cdef ucxm_memh_t *memh_alloc(md_t *md, reg_t *reg, uint64_t rights) noexcept nogil:
     """A base: size, malloc, init.  Takes the caller's reference to the Registration."""
     cdef layout_t layout = md_layout(md)
-    cdef ucxm_memh_t *memh = <ucxm_memh_t *>mem_alloc(layout.size)
+    cdef ucxm_memh_t *memh = memh_alloc_bytes(&layout)
     if memh == NULL:
         return NULL
-    init_identity(memh, md, NULL, &BASE_PLAN, layout.own_offset)
+    init_books(memh, md, &BASE_PLAN)
+    init_identity(memh, md, NULL, &layout)
     init_inherited(memh, reg, layout.own_offset - sizeof(ucxm_memh_t))
     init_own(memh, reg.pub.address, reg.pub.length, rights, reg.pub.grant, NULL)
     ucxm_memh_own(memh).slot[UCXM_SLOT_PLAIN].value = reg.pub.rkey
@@ -69,13 +71,14 @@ cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, ui
                              uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
     """A derived handle: size, malloc, one memcpy of the inherited span, init of the rest.
 
-    Not linked and not counted yet: the caller may still throw it away with mem_free.
+    Not linked and not counted yet: the caller may still throw it away with memh_free.
     """
     cdef layout_t layout = md_layout(md)
-    cdef ucxm_memh_t *memh = <ucxm_memh_t *>mem_alloc(layout.size)
+    cdef ucxm_memh_t *memh = memh_alloc_bytes(&layout)
     if memh == NULL:
         return NULL
-    init_identity(memh, md, parent, &DERIVED_PLAN, layout.own_offset)
+    init_books(memh, md, &DERIVED_PLAN)
+    init_identity(memh, md, parent, &layout)
     memcpy(<char *>memh + layout.copy_offset, <char *>parent + layout.copy_offset,
            layout.copy_size)
     init_own(memh, address, length, grant, grant, ep)
@@ -83,45 +86,51 @@ cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, ui
     return memh
 
 
+cdef inline void memh_free(ucxm_memh_t *memh) noexcept nogil:
+    mem_free(books_of(memh))
+
+
 cdef void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     """Put a live handle under its parent or among the bases.  tree_lock is held."""
+    cdef books_t *books = books_of(memh)
     cdef ucxm_memh_t **head
     if memh.id.parent != NULL:
-        head = &memh.id.parent.id.children
-        memh.id.parent.id.live_children += 1
+        head = &books_of(memh.id.parent).children
+        books_of(memh.id.parent).live_children += 1
         md.live_derived += 1
     else:
         head = &md.bases
         md.live_bases += 1
-    memh.id.prev = NULL
-    memh.id.next = head[0]
+    books.prev = NULL
+    books.next = head[0]
     if head[0] != NULL:
-        head[0].id.prev = memh
+        books_of(head[0]).prev = memh
     head[0] = memh
 
 
 cdef void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     """Its keys are gone.  tree_lock is held."""
+    cdef books_t *books = books_of(memh)
     cdef ucxm_memh_t **head
     if memh.id.parent != NULL:
-        head = &memh.id.parent.id.children
-        memh.id.parent.id.live_children -= 1
+        head = &books_of(memh.id.parent).children
+        books_of(memh.id.parent).live_children -= 1
         md.live_derived -= 1
     else:
         head = &md.bases
         md.live_bases -= 1
-    if memh.id.prev != NULL:
-        memh.id.prev.id.next = memh.id.next
+    if books.prev != NULL:
+        books_of(books.prev).next = books.next
     else:
-        head[0] = memh.id.next
-    if memh.id.next != NULL:
-        memh.id.next.id.prev = memh.id.prev
-    memh.id.next = NULL
-    memh.id.prev = NULL
+        head[0] = books.next
+    if books.next != NULL:
+        books_of(books.next).prev = books.prev
+    books.next = NULL
+    books.prev = NULL
 
 
 cdef inline void memh_get(ucxm_memh_t *memh) noexcept nogil:
-    add32(&memh.id.refs, 1)
+    add32(&books_of(memh).refs, 1)
 
 
 cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
@@ -130,16 +139,16 @@ cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
     cdef ucxm_memh_own_t *own
     cdef md_t *md
     cdef int i
-    while memh != NULL and sub32(&memh.id.refs, 1) == 0:
+    while memh != NULL and sub32(&books_of(memh).refs, 1) == 0:
         own = ucxm_memh_own(memh)
         md = md_of(memh)
         parent = memh.id.parent
         for i in range(8):
-            mem_free(own.packed[i])
+            mem_free(books_of(memh).packed[i])
         if own.ep != NULL:
             ep_put(<ep_t *>own.ep)
         reg_put(reg_of(memh))
-        mem_free(memh)
+        memh_free(memh)
         md_put(md)
         memh = parent  # a loop: chains of derived handles may be long
 
@@ -147,7 +156,7 @@ cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
 cdef inline ucxm_status_t memh_check(ucxm_memh_t *memh) noexcept nogil:
     """Is it live, in this process?"""
     cdef uint32_t state
-    if memh.id.epoch != fork_epoch:
+    if books_of(memh).epoch != fork_epoch:
         return UCXM_ERR_FORKED
     state = load32(&memh.id.state)
     if state == UCXM_MEMH_LIVE:
@@ -253,7 +262,7 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
                 add32(&(<ep_t *>ep).refs, 1)
         spin_unlock(&md.tree_lock)
     if status != UCXM_OK:
-        mem_free(memh)
+        memh_free(memh)
         return status
     memh_get(parent)
     md_get(md)

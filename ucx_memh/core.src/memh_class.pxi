@@ -43,7 +43,7 @@ cdef packed_t *memh_pack(Memh self, object flags) except NULL:
 cdef int revoke_descendants(Memh self, str op) except -1:
     cdef md_t *md = md_of(self.memh)
     cdef ucxm_memh_t *leaf
-    if self.memh.id.epoch != fork_epoch:  # before any lock, which may have been forked locked
+    if books_of(self.memh).epoch != fork_epoch:  # before any lock, which may have been forked locked
         raise memh_failure(UCXM_ERR_FORKED, op, self.memh, NULL)
     while True:
         leaf = revoke_leaf(md, self.memh)
@@ -157,7 +157,7 @@ cdef class Memh:
     @property
     def derived_count(self):
         """Live handles derived from this one directly."""
-        return load32(&self.memh.id.live_children)
+        return load32(&books_of(self.memh).live_children)
 
     @property
     def state(self):
@@ -294,7 +294,7 @@ cdef class Memh:
         cdef ucxm_key_info_t info
         cdef uint8_t notice[UCXM_KEY_HEADER_SIZE]
         cdef ucxm_status_t status
-        if self.memh.id.epoch != fork_epoch:  # the identity below is not the packed key's
+        if books_of(self.memh).epoch != fork_epoch:  # the identity below is not the packed key's
             raise memh_failure(UCXM_ERR_FORKED, "revoke_notice", self.memh, NULL)
         if load32(&self.memh.id.state) == UCXM_MEMH_LIVE:
             raise _errors.InvalidParamError("the handle is live: there is nothing to tell",

@@ -90,7 +90,7 @@ cdef ucxm_status_t pack_info(md_t *md, ucxm_memh_t *memh, const choice_t *choice
     info.address = own.address
     info.length = own.length
     info.rights = <uint32_t>(own.rights & rights & UCXM_MEM_ACCESS_REMOTE)
-    info.flags = (<const plan_t *>memh.id.plan).key_flags
+    info.flags = (<const plan_t *>books_of(memh).plan).key_flags
     if own.length == 0:
         info.flags |= UCXM_KEY_FLAG_EMPTY
     if own.ep != NULL:
@@ -200,7 +200,7 @@ cdef ucxm_status_t pack_check_kind(md_t *md, ucxm_memh_t *memh, uint8_t kind,
 cdef ucxm_status_t pack_slow(ucxm_memh_t *memh, uint32_t flags, packed_t **packed_p,
                              ucxm_error_t *error) noexcept nogil:
     cdef md_t *md = md_of(memh)
-    cdef const plan_t *plan = <const plan_t *>memh.id.plan
+    cdef const plan_t *plan = <const plan_t *>books_of(memh).plan
     cdef bint raw = (flags & UCXM_PACK_RAW) != 0
     cdef const choice_t *choice
     cdef uint32_t index
@@ -215,7 +215,7 @@ cdef ucxm_status_t pack_slow(ucxm_memh_t *memh, uint32_t flags, packed_t **packe
     if status != UCXM_OK:
         return status
     index = choice.same_as + (PACK_RAW_INDEX if raw else 0)
-    place = &ucxm_memh_own(memh).packed[index]
+    place = &books_of(memh).packed[index]
     status = md_enter(md)
     if status != UCXM_OK:
         return status
@@ -233,14 +233,14 @@ cdef ucxm_status_t pack_slow(ucxm_memh_t *memh, uint32_t flags, packed_t **packe
 
 cdef inline packed_t *pack_cached(ucxm_memh_t *memh, uint32_t flags) noexcept nogil:
     """The finished bytes for these flags, if there are any yet."""
-    cdef const plan_t *plan = <const plan_t *>memh.id.plan
+    cdef const plan_t *plan = <const plan_t *>books_of(memh).plan
     cdef uint32_t index
     if flags & ~(UCXM_PACK_INVALIDATE_RMA | UCXM_PACK_INVALIDATE_AMO | UCXM_PACK_RAW):
         return NULL
     index = plan.choice[flags & 3].same_as
     if flags & UCXM_PACK_RAW:
         index += PACK_RAW_INDEX
-    return <packed_t *>load_ptr(&ucxm_memh_own(memh).packed[index])
+    return <packed_t *>load_ptr(&books_of(memh).packed[index])
 
 
 cdef inline ucxm_status_t mkey_pack(ucxm_memh_t *memh, uint32_t flags, packed_t **packed_p,

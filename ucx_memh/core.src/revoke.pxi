@@ -1,18 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Invalidate and dereg: LIVE -> REVOKING -> REVOKED -> CLOSED, and a base LIVE -> CLOSED.
 #
-# Both first destroy the handle's own keys.  own.pending says who is at it: nobody (0), a thread
+# Both first destroy the handle's own keys.  books.pending says who is at it: nobody (0), a thread
 # (AT_WORK) or the device (slot + 1, until device_done).  A failed destruction stays in REVOKING
 # with nobody at it: only a retry is legal.
-
-cdef extern from *:
-    """
-    static inline ucxm_memh_own_t *ucxm_own_of(ucxm_completion_t *device_done) {
-        return (ucxm_memh_own_t *)((char *)device_done -
-                                   offsetof(ucxm_memh_own_t, device_done));
-    }
-    """
-    ucxm_memh_own_t *own_of "ucxm_own_of"(ucxm_completion_t *device_done) noexcept nogil
 
 cdef enum:
     AT_WORK = 0xffff
@@ -25,12 +16,12 @@ cdef enum:
 cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
                                 ucxm_error_t *error) noexcept nogil:
     """Take the handle for destruction, or say why not; then nothing has changed."""
-    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef books_t *books = books_of(memh)
     cdef ucxm_status_t status = UCXM_OK
     cdef uint32_t state
     while True:
         spin_lock(&md.tree_lock)
-        if load32(&own.pending) != AT_WORK:
+        if load32(&books.pending) != AT_WORK:
             break
         spin_unlock(&md.tree_lock)
         sched_yield()  # the other thread is done after one device command
@@ -41,10 +32,10 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
     elif not closing and memh.id.parent == NULL:
         error_text(error, "a base's direct key dies only with its registration: use dereg")
         status = UCXM_ERR_INVALID_PARAM
-    elif own.pending != 0:
+    elif books.pending != 0:
         error_text(error, "its revocation is under way")
         status = UCXM_ERR_BUSY
-    elif memh.id.children != NULL:
+    elif books_of(memh).children != NULL:
         error_text(error, "it has live derived handles")
         status = UCXM_ERR_BUSY
     elif not closing and state == UCXM_MEMH_REVOKED:
@@ -59,8 +50,8 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
             error_text(error, "transfers that use it as local memory are under way")
             status = UCXM_ERR_BUSY
         else:
-            store32(&own.pending, AT_WORK)
-            own.closing |= CLOSING if closing else 0
+            store32(&books.pending, AT_WORK)
+            books.closing |= CLOSING if closing else 0
     spin_unlock(&md.tree_lock)
     return status
 
@@ -69,7 +60,8 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
                                  ucxm_error_t *error) noexcept nogil:
     """The keys are gone (OK) or one resisted: settle the state."""
     cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
-    cdef bint closing = own.closing & CLOSING
+    cdef books_t *books = books_of(memh)
+    cdef bint closing = books.closing & CLOSING
     if status == UCXM_OK and closing and memh.id.parent == NULL:
         status = reg_unhold(reg_of(memh), error)
     spin_lock(&md.tree_lock)
@@ -80,9 +72,9 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
             if own.ep != NULL:
                 (<ep_t *>own.ep).bound -= 1
         store32(&memh.id.state, UCXM_MEMH_CLOSED if closing else UCXM_MEMH_REVOKED)
-    own.closing &= ~<uint32_t>CLOSING
-    own.failed = status  # before `pending`: who waits for that reads it
-    store32(&own.pending, 0)
+    books.closing &= ~<uint32_t>CLOSING
+    books.failed = status  # before `pending`: who waits for that reads it
+    store32(&books.pending, 0)
     spin_unlock(&md.tree_lock)
     # Only now: it takes the GIL, and one who has that may have waited for `pending`.
     if status == UCXM_OK and closing and memh.id.parent == NULL:
@@ -92,24 +84,24 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
 
 cdef void revoke_device_done(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil:
     """The device has destroyed (or failed to destroy) the key that it was at."""
-    cdef ucxm_memh_own_t *own = own_of(self)
-    cdef ucxm_memh_t *memh = own.self
+    cdef books_t *books = <books_t *>self
+    cdef ucxm_memh_t *memh = <ucxm_memh_t *>(books + 1)
     cdef md_t *md = md_of(memh)
     cdef ucxm_completion_t *user_done
     cdef ucxm_error_t error
     memset(&error, 0, sizeof(error))
     pthread_mutex_lock(&md.key_lock)
     if status == UCXM_OK:
-        key_gone(md, &own.slot[own.pending - 1])
-        store32(&own.pending, AT_WORK)
+        key_gone(md, &ucxm_memh_own(memh).slot[books.pending - 1])
+        store32(&books.pending, AT_WORK)
         status = keys_destroy(md, memh, &error)
     else:
-        store32(&own.pending, AT_WORK)
+        store32(&books.pending, AT_WORK)
     pthread_mutex_unlock(&md.key_lock)
     if status == UCXM_INPROGRESS:
         return
-    user_done = own.user_done
-    own.user_done = NULL
+    user_done = books.user_done
+    books.user_done = NULL
     status = revoke_finish(md, memh, status, &error)
     if user_done != NULL:
         user_done.func(user_done, status)
@@ -119,12 +111,12 @@ cdef void revoke_device_done(ucxm_completion_t *self, ucxm_status_t status) noex
 
 cdef void orphan_reap(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     """Give up the reference of a user who is gone, once there is nothing left to tear down."""
-    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef books_t *books = books_of(memh)
     cdef bint reap
     spin_lock(&md.tree_lock)
-    reap = own.closing & ORPHAN and memh.id.state >= UCXM_MEMH_REVOKED
+    reap = books.closing & ORPHAN and memh.id.state >= UCXM_MEMH_REVOKED
     if reap:
-        own.closing &= ~<uint32_t>ORPHAN
+        books.closing &= ~<uint32_t>ORPHAN
     spin_unlock(&md.tree_lock)
     if reap:
         memh_put(memh)
@@ -138,9 +130,9 @@ cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *co
     lock held.  An error: it never runs.  Deregistering what is closed already is OK.
     """
     cdef md_t *md = md_of(memh)
-    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef books_t *books = books_of(memh)
     cdef ucxm_status_t status
-    if memh.id.epoch != fork_epoch:
+    if books_of(memh).epoch != fork_epoch:
         return UCXM_ERR_FORKED
     if closing and load32(&memh.id.state) == UCXM_MEMH_CLOSED:
         if comp != NULL:
@@ -157,14 +149,14 @@ cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *co
         if comp != NULL:
             comp.func(comp, UCXM_OK)
         return UCXM_OK
-    own.device_done.func = revoke_device_done
-    own.user_done = comp
+    books.device_done.func = revoke_device_done
+    books.user_done = comp
     memh_get(memh)  # the device's
     pthread_mutex_lock(&md.key_lock)
     status = keys_destroy(md, memh, error)
     pthread_mutex_unlock(&md.key_lock)
     if status != UCXM_INPROGRESS:
-        own.user_done = NULL
+        books.user_done = NULL
         status = revoke_finish(md, memh, status, error)
         md_leave(md)
         if comp != NULL and status == UCXM_OK:
@@ -179,9 +171,9 @@ cdef ucxm_memh_t *revoke_leaf(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     """A live descendant that has none itself, with a reference; NULL when there is none."""
     cdef ucxm_memh_t *leaf
     spin_lock(&md.tree_lock)
-    leaf = memh.id.children
-    while leaf != NULL and leaf.id.children != NULL:
-        leaf = leaf.id.children
+    leaf = books_of(memh).children
+    while leaf != NULL and books_of(leaf).children != NULL:
+        leaf = books_of(leaf).children
     if leaf != NULL:
         memh_get(leaf)
     spin_unlock(&md.tree_lock)
@@ -195,17 +187,17 @@ cdef void memh_drop(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:
     Md, which tries again when it is closed.
     """
     cdef md_t *md = md_of(memh)
-    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef books_t *books = books_of(memh)
     cdef ucxm_status_t status
     cdef bint orphan = False
-    if memh.id.epoch != fork_epoch:
+    if books_of(memh).epoch != fork_epoch:
         return  # the parent's; nothing of it is freed here
     status = revoke(memh, True, NULL, error)
     if status != UCXM_OK:
         spin_lock(&md.tree_lock)
         orphan = memh.id.state == UCXM_MEMH_LIVE or memh.id.state == UCXM_MEMH_REVOKING
         if orphan:
-            own.closing |= ORPHAN
+            books.closing |= ORPHAN
         spin_unlock(&md.tree_lock)
     if not orphan:
         memh_put(memh)

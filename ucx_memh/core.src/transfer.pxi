@@ -20,16 +20,16 @@ cdef ucxm_memh_t *ep_bound_leaf(ep_t *ep) noexcept nogil:
     spin_lock(&md.tree_lock)
     memh = md.bases if ep.bound != 0 else NULL
     while memh != NULL:
-        if memh.id.children != NULL:
-            memh = memh.id.children
+        if books_of(memh).children != NULL:
+            memh = books_of(memh).children
             continue
         if ucxm_memh_own(memh).ep == &ep.pub:
             memh_get(memh)
             break
-        while memh != NULL and memh.id.next == NULL:
+        while memh != NULL and books_of(memh).next == NULL:
             memh = memh.id.parent
         if memh != NULL:
-            memh = memh.id.next
+            memh = books_of(memh).next
     spin_unlock(&md.tree_lock)
     return memh
 

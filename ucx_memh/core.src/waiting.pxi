@@ -45,7 +45,7 @@ cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *com
     An exception from a signal leaves the revocation under way: the library owns it.
     """
     cdef md_t *md = md_of(memh)
-    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef books_t *books = books_of(memh)
     cdef ucxm_error_t error
     cdef ucxm_status_t status
     cdef uint64_t deadline
@@ -56,14 +56,14 @@ cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *com
         with nogil:
             status = revoke(memh, closing, comp, &error)
     if status == UCXM_INPROGRESS and comp == NULL:
-        while load32(&own.pending) != 0:
+        while load32(&books.pending) != 0:
             with nogil:
                 deadline = now_ns() + SLICE_NS
-                while load32(&own.pending) != 0 and now_ns() < deadline:
+                while load32(&books.pending) != 0 and now_ns() < deadline:
                     if md_progress(md) == 0:
                         sched_yield()
             PyErr_CheckSignals()
-        status = own.failed
+        status = books.failed
     if status < 0:
         raise memh_failure(status, op, memh, &error)
     return 0

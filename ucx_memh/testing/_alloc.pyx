@@ -14,6 +14,8 @@ from libc.string cimport memset
 from ucx_memh.core cimport Memh, set_allocator
 from ucx_memh.libmemh cimport uint8_t, uint64_t
 
+from ucx_memh.core import memh_layout
+
 cdef extern from *:
     """
     #include <pthread.h>
@@ -315,10 +317,10 @@ cdef class PoisonAllocator:
 
 
 def memh_bytes(Memh memh not None, size_t size):
-    """The first `size` bytes of a handle as they lie in memory (see core.memh_layout)."""
-    return PyBytes_FromStringAndSize(<const char *>memh.memh, size)
+    """A handle's allocation of `size` bytes as it lies in memory (see core.memh_layout)."""
+    return PyBytes_FromStringAndSize(<const char *>memh.memh - <size_t>memh_layout()[0], size)
 
 
 def memh_pointer(Memh memh not None):
-    """Where the handle lies: what its `self` field holds."""
+    """Where the handle lies, which is not where its allocation begins."""
     return <uintptr_t>memh.memh

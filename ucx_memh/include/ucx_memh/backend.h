@@ -109,20 +109,18 @@ struct ucxm_registration {
     void *priv;        /* points at the backend's part                          */
 };
 
-/* A handle is one allocation in three spans:
- *   identity | inherited + the backend's inherited tail | own + the backend's own tail
- * Cloning copies the middle span with one memcpy and initialises the other two. */
+/* A handle is one allocation:
+ *   the core's books | identity | inherited + the backend's inherited tail | own + the backend's own tail
+ * Cloning copies the inherited span with one memcpy and initialises the others.  Nobody but the
+ * core writes to it, the tails excepted. */
 typedef struct ucxm_memh_identity {
     ucxm_md_t *md;
     ucxm_memh_t *parent; /* NULL: a base */
-    ucxm_memh_t *children, *next, *prev;
-    const void *plan; /* which slots a packed key names, for each pack flag */
-    uint64_t key_id;  /* never used again in the Md's life */
-    uint64_t epoch;   /* fork generation */
-    uint32_t refs;
-    uint32_t state;         /* UCXM_MEMH_* */
-    uint32_t live_children; /* LIVE or REVOKING */
-    uint32_t own_offset;    /* of the own span, from the handle */
+    uint64_t key_id;     /* never used again in the Md's life */
+    uint32_t state;      /* UCXM_MEMH_* */
+    uint32_t inherited_tail_offset; /* from the handle, as those below */
+    uint32_t own_offset;
+    uint32_t own_tail_offset;
 } ucxm_memh_identity_t;
 
 typedef struct ucxm_memh_inherited {
@@ -139,15 +137,6 @@ typedef struct ucxm_memh_own {
     uint64_t grant;  /* what handles derived from it may get    */
     ucxm_ep_t *ep;   /* the only endpoint that may use the keys, or NULL */
     ucxm_key_slot_t slot[UCXM_SLOTS];
-    /* The core's from here on: finished keys by pack flags, a revocation under way. */
-    void *packed[8];
-    ucxm_completion_t device_done;
-    ucxm_completion_t *user_done;
-    ucxm_memh_t *self;
-    uint32_t pending;  /* key_destroy answered INPROGRESS for this slot + 1 */
-    uint32_t closing;  /* dereg goes on when the keys are gone */
-    ucxm_status_t failed; /* how the last destruction by the device ended */
-    uint32_t reserved;
 } ucxm_memh_own_t;
 
 struct ucxm_memh {
@@ -163,12 +152,12 @@ static inline ucxm_memh_own_t *ucxm_memh_own(const ucxm_memh_t *memh)
 
 static inline void *ucxm_memh_inherited_tail(const ucxm_memh_t *memh)
 {
-    return (char *)memh + sizeof(ucxm_memh_t);
+    return (char *)memh + memh->id.inherited_tail_offset;
 }
 
 static inline void *ucxm_memh_own_tail(const ucxm_memh_t *memh)
 {
-    return ucxm_memh_own(memh) + 1;
+    return (char *)memh + memh->id.own_tail_offset;
 }
 
 /* What a peer made of a packed key.  The backend's part (ops.rkey_size bytes,
