@@ -85,14 +85,8 @@ class Peer:
         return value
 
 
-@pytest.fixture
-def peer() -> Iterator[Callable[..., Peer]]:
-    """`peer(function, *args, env={})` runs function(conn, *args) in another process.
-
-    `function` is any module-level function of a file, the test's own too; `conn` has send() and
-    recv(), and recv() raises EOFError when the test has ended.  What the function returns or
-    raises comes out of Peer.result().  All peers are killed when the test ends.
-    """
+def start_peers() -> Iterator[Callable[..., Peer]]:
+    """What starts them, and in the end kills them all."""
     peers: list[Peer] = []
 
     def start(function: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Peer:
@@ -102,6 +96,23 @@ def peer() -> Iterator[Callable[..., Peer]]:
     yield start
     for started in peers:
         started.close()
+
+
+@pytest.fixture
+def peer() -> Iterator[Callable[..., Peer]]:
+    """`peer(function, *args, env={})` runs function(conn, *args) in another process.
+
+    `function` is any module-level function of a file, the test's own too; `conn` has send() and
+    recv(), and recv() raises EOFError when the test has ended.  What the function returns or
+    raises comes out of Peer.result().  All peers are killed when the test ends.
+    """
+    yield from start_peers()
+
+
+@pytest.fixture(scope="session")
+def lasting_peer() -> Iterator[Callable[..., Peer]]:
+    """The same, but they are killed when all tests have ended: for where a process is dear."""
+    yield from start_peers()
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import ucx_memh as um
-from ib_mlx5._sides import Attacker, Library, opened
-from ib_mlx5.rawqp import RawPeer, software_library
+from _rawqp import RawPeer, software_library
+from _sides import Attacker, Library, opened
 
 
 class Control:

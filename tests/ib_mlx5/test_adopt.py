@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 import ucx_memh as um
-from ib_mlx5.rawqp import RawPeer
+from _rawqp import RawPeer
 
 
 @pytest.fixture

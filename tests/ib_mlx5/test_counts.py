@@ -12,7 +12,7 @@ import struct
 import pytest
 
 import ucx_memh as um
-from ib_mlx5._sides import Wc, keys, link
+from _sides import Wc, keys, link
 from ucx_memh import MemFlag, PackFlag
 from ucx_memh.testing import PoisonAllocator
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 import ucx_memh as um
-from ib_mlx5.rawqp import Qp, RawPeer, RemoteRawPeer, Wc, keys, serve
+from _rawqp import Qp, RawPeer, RemoteRawPeer, Wc, keys, serve
 from ucx_memh import EpState, MemFlag, Status
 from ucx_memh.errors import (
     FlushedError,

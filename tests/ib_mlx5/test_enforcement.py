@@ -16,7 +16,8 @@ import time
 import pytest
 
 import ucx_memh as um
-from ib_mlx5._sides import (
+from _rawqp import RawPeer
+from _sides import (
     CHUNK,
     Attacker,
     Wc,
@@ -26,7 +27,6 @@ from ib_mlx5._sides import (
     relink,
     wait_for,
 )
-from ib_mlx5.rawqp import RawPeer
 from ucx_memh import Enforcement, MemFlag, MemhState, PackFlag
 
 GET, PUT, ATOMIC = MemFlag.REMOTE_GET, MemFlag.REMOTE_PUT, MemFlag.REMOTE_ATOMIC

@@ -11,7 +11,7 @@ import gc
 import pytest
 
 import ucx_memh as um
-from ib_mlx5._sides import Wc, keys, link, opened, relink
+from _sides import Wc, keys, link, opened, relink
 from ucx_memh import MemFlag, MemhState, PackFlag, Status
 
 GET = MemFlag.REMOTE_GET

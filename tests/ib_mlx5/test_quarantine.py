@@ -6,7 +6,7 @@ import random
 import pytest
 
 import ucx_memh as um
-from ib_mlx5._sides import Wc, keys, link, opened, relink
+from _sides import Wc, keys, link, opened, relink
 from ucx_memh import MemFlag
 
 GET = MemFlag.REMOTE_GET

@@ -6,7 +6,7 @@ import gc
 import pytest
 
 import ucx_memh as um
-from ib_mlx5._sides import (
+from _sides import (
     CHUNK,
     Attacker,
     Library,

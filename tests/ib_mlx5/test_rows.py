@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 import ucx_memh as um
-from ib_mlx5._sides import Library, Wc, keys, link, opened, payload, relink
+from _sides import Library, Wc, keys, link, opened, payload, relink
 from ucx_memh import MdFlag, MemFlag, MemhState, PackFlag, Status
 from ucx_memh.core import memh_layout
 from ucx_memh.testing import PoisonAllocator, memh_bytes

@@ -6,7 +6,7 @@ and opcode that it is told.  What the victim's device answers comes back as the 
 status, so no check of our library can hide that the device made none.  ctypes, and nothing of
 the code under test but the path of the software device.
 
-    raw = RawPeer()                      # the software device
+    raw = RawPeer()                      # the software device; or RawPeer(SYSTEM, gid_index=1)
     raw.connect(bytes(endpoint.address)); endpoint.connect(raw.address)
     status, data = raw.read(rkey, address, 8)
     status = raw.write(rkey, address, b"evil")
@@ -24,6 +24,7 @@ import struct
 import time
 from importlib.resources import files
 
+SYSTEM = "libibverbs.so.1"  # of the machine, for an adapter of its kernel
 ADDRESS = struct.Struct("<BBBBHBBQII16sQ")  # version size mtu rd_atomic lid link port epoch ...
 EVERY_KEY = 0xFFFFFFFF
 
@@ -195,7 +196,10 @@ def _zero(errno, what):
 class RawPeer:
     """One device context, one queue pair."""
 
-    def __init__(self, library: str | None = None, size: int = 1 << 20) -> None:
+    def __init__(
+        self, library: str | None = None, gid_index: int = 0, size: int = 1 << 20
+    ) -> None:
+        self.gid_index = gid_index
         self.lib = lib = c.CDLL(library or software_library(), use_errno=True)
         pointers = "get_device_list open_device alloc_pd reg_mr create_cq create_qp"
         for name in pointers.split():
@@ -209,18 +213,21 @@ class RawPeer:
         self.cq = c.c_void_p(_good(lib.ibv_create_cq(self.context, 256, None, None, 0), "cq"))
         self.mr = None
         self._buffer(size)
-        attr = QpInitAttr(None, self.cq, self.cq, None, QpCap(64, 1, 1, 1, 0), 2, 0)
-        self.qp = c.c_void_p(_good(lib.ibv_create_qp(self.pd, c.byref(attr)), "create_qp"))
-        self.qpn = self._u32(self.qp, QP_NUM)
         self._post = self._operation(CONTEXT_POST_SEND, c.c_void_p, c.c_void_p)
         self._poll = self._operation(CONTEXT_POLL_CQ, c.c_int, c.c_void_p)
         self.port, self.gid = PortAttr(), Gid()
         _zero(lib.ibv_query_port(self.context, 1, c.byref(self.port)), "query_port")
-        _zero(lib.ibv_query_gid(self.context, 1, 0, c.byref(self.gid)), "query_gid")
+        _zero(lib.ibv_query_gid(self.context, 1, gid_index, c.byref(self.gid)), "query_gid")
         attr = DeviceAttr()
         _zero(lib.ibv_query_device(self.context, c.byref(attr)), "query_device")
         self.guid = int.from_bytes(struct.pack("=Q", attr.node_guid), "big")
         self.epoch = 0
+        self._create()
+
+    def _create(self) -> None:
+        attr = QpInitAttr(None, self.cq, self.cq, None, QpCap(64, 1, 1, 1, 0), 2, 0)
+        self.qp = c.c_void_p(_good(self.lib.ibv_create_qp(self.pd, c.byref(attr)), "create_qp"))
+        self.qpn = self._u32(self.qp, QP_NUM)
         self._init()
 
     @staticmethod
@@ -267,6 +274,7 @@ class RawPeer:
         attr.ah.port_num, attr.ah.dlid = 1, lid
         if link == 2 or lid == 0:
             attr.ah.is_global, attr.ah.hop_limit = 1, 64
+            attr.ah.sgid_index = self.gid_index
             attr.ah.dgid.raw[:] = gid
         self._modify(attr, 1 | 1 << 7 | 1 << 8 | 1 << 20 | 1 << 12 | 1 << 17 | 1 << 15)
         attr = QpAttr(qp_state=Qp.RTS, sq_psn=self.psn, timeout=14, retry_cnt=7, rnr_retry=7)
@@ -278,6 +286,12 @@ class RawPeer:
         self.drain()
         self._modify(QpAttr(qp_state=Qp.RESET), 1)
         self._init()
+
+    def renew(self) -> None:
+        """Another queue pair, for what a reset does not heal."""
+        _zero(self.lib.ibv_destroy_qp(self.qp), "destroy_qp")
+        self.drain()
+        self._create()
 
     @property
     def state(self) -> Qp:
@@ -364,9 +378,9 @@ class RawPeer:
 # ---- in another process ----
 
 
-def serve(conn, library: str | None = None) -> None:
+def serve(conn, *where) -> None:
     """Does what RemoteRawPeer asks, until the pipe closes or it is told None."""
-    with RawPeer(library) as raw:
+    with RawPeer(*where) as raw:
         while (request := conn.recv()) is not None:
             name, *args = request
             try:

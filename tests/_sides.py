@@ -17,18 +17,20 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import ucx_memh as um
-from ib_mlx5.rawqp import RawPeer, Wc, keys, payload, software_library
+from _rawqp import SYSTEM, RawPeer, Wc, keys, payload, software_library
 
 __all__ = [
     "CHUNK",
+    "SYSTEM",
     "Attacker",
     "Library",
     "Owner",
     "Remote",
     "Wc",
+    "Where",
     "descriptors",
     "join",
     "keys",
@@ -53,10 +55,23 @@ def wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 30) 
     return value
 
 
+class Where(NamedTuple):
+    """Which device both sides use, and how: the software device by its vendor's interface,
+    unless a test says otherwise."""
+
+    component: str = "ib_mlx5"
+    config: dict[str, Any] = {"device": "software"}
+    library: str | None = None  # of raw verbs; the software device
+    gid_index: int = 0
+
+    def open(self, **config: Any) -> um.Md:
+        return um.open_md(self.component, **{**self.config, **config})
+
+
 @contextmanager
-def opened(**config: Any) -> Iterator[um.Md]:
-    """An Md on the software device, closed with all that is left of it."""
-    md = um.open_md("ib_mlx5", device="software", **config)
+def opened(where: Where = Where(), **config: Any) -> Iterator[um.Md]:  # noqa: B008
+    """An Md, closed with all that is left of it."""
+    md = where.open(**config)
     try:
         yield md
     finally:
@@ -71,8 +86,8 @@ class Remote:
 
     serve: Callable[..., None]
 
-    def __init__(self, peer: Callable[..., Any], *args: Any, **options: Any) -> None:
-        self.peer = peer(type(self).serve, *args, **options)
+    def __init__(self, peer: Callable[..., Any], where: Where = Where()) -> None:  # noqa: B008
+        self.peer = peer(type(self).serve, tuple(where))
         self.ends: list[um.Endpoint] = []  # of ours that are connected to it
 
     def start(self, name: str, *args: Any) -> None:
@@ -142,10 +157,18 @@ def serve(conn: Any, thing: Any) -> None:
 class LibrarySide:
     """One endpoint; the keys that it was given."""
 
-    def __init__(self) -> None:
-        self.md = um.open_md("ib_mlx5", device="software")
+    def __init__(self, where: Where) -> None:
+        self.md = where.open()
         self.ep = self.md.endpoint()
         self.rkeys: dict[bytes, um.Rkey] = {}
+
+    def renew(self) -> None:
+        """As if it had just begun."""
+        self.ep.close()
+        for rkey in self.rkeys.values():
+            rkey.close()
+        self.rkeys.clear()
+        self.ep = self.md.endpoint()
 
     def rkey(self, key: bytes) -> um.Rkey:
         if key not in self.rkeys:
@@ -298,16 +321,17 @@ class AttackerSide(RawPeer):
         return descriptors()
 
 
-def owner_process(conn: Any) -> None:
-    serve(conn, OwnerSide())
+def owner_process(conn: Any, where: tuple) -> None:
+    serve(conn, OwnerSide(Where(*where)))
 
 
-def library_process(conn: Any) -> None:
-    serve(conn, LibrarySide())
+def library_process(conn: Any, where: tuple) -> None:
+    serve(conn, LibrarySide(Where(*where)))
 
 
-def attacker_process(conn: Any) -> None:
-    with AttackerSide() as side:
+def attacker_process(conn: Any, where: tuple) -> None:
+    _, _, library, gid_index = where
+    with AttackerSide(library, gid_index) as side:
         serve(conn, side)
 
 
