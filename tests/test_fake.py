@@ -220,7 +220,7 @@ def test_notices_who_breaks_the_contract():
     memh = md.mem_reg(bytearray(8))
     win = memh.derive()
     assert fake.violations == {}
-    at, _, _, own_offset, _ = memh_layout(16, 16)  # the inherited tail ends before it, filled up to 16
+    at, _, _, own_offset, _ = memh_layout(16, 16)  # the inherited tail ends there
     tail = (ctypes.c_uint8 * 16).from_address(memh_pointer(win) - at + own_offset - 16)
     for i in range(16):
         tail[i] ^= 1

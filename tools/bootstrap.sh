@@ -11,6 +11,7 @@ missing=
 need() { missing="$missing $*"; }
 
 command -v gcc >/dev/null || need gcc
+command -v g++ >/dev/null || need g++  # the headers' tests
 has_header stdlib.h || need libc6-dev
 has_header infiniband/mlx5dv.h || need libibverbs-dev
 command -v flock >/dev/null || need util-linux

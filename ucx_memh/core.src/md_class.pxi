@@ -78,9 +78,9 @@ cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
     cdef md_t *md
     cdef Md self
     cdef str component = (<char *>attr.component).decode("utf-8", "replace")
-    if ops.abi != UCXM_BACKEND_ABI:
+    if ops.abi < 1 or ops.abi > UCXM_BACKEND_ABI:
         raise _errors.InvalidParamError(
-            f"backend was built for ABI {ops.abi}, this library has {UCXM_BACKEND_ABI}",
+            f"backend was built for ABI {ops.abi}, this library takes 1 to {UCXM_BACKEND_ABI}",
             op="bind", component=component)
     if ops.struct_size < sizeof(size_t) + 2 * sizeof(uint32_t) or (
             attr.struct_size < sizeof(ucxm_md_attr_t)) or (
@@ -94,8 +94,8 @@ cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
     memcpy(&md.ops, ops, min(ops.struct_size, sizeof(md.ops)))
     md.ops.struct_size = sizeof(md.ops)
     if ep_ops != NULL:
-        memcpy(&md.ep_ops, ep_ops, sizeof(md.ep_ops))
-    memcpy(&md.attr, attr, sizeof(md.attr))
+        memcpy(&md.ep_ops, ep_ops, min(ep_ops.struct_size, sizeof(md.ep_ops)))
+    memcpy(&md.attr, attr, min(attr.struct_size, sizeof(md.attr)))
     md.attr.component[sizeof(md.attr.component) - 1] = 0
     md.attr.md_name[sizeof(md.attr.md_name) - 1] = 0
     if md.attr.reg_alignment == 0:

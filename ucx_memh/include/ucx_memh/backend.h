@@ -26,7 +26,14 @@
 extern "C" {
 #endif
 
-#define UCXM_BACKEND_ABI 0 /* 0: not frozen yet */
+/*
+ * Frozen: of what is in this file no name, place or meaning changes any more.  What is added comes
+ * at the end of a structure and under the next number.  The core takes every version from 1 to its
+ * own; what an older table is too short for counts as missing (a size of 0, a NULL).  Structures
+ * that the core allocates (registration, handle, rkey, operation, endpoint) may have more behind
+ * them than this file says: a backend never takes their size.
+ */
+#define UCXM_BACKEND_ABI 1
 
 typedef struct ucxm_md ucxm_md_t; /* the core's, opaque */
 typedef struct ucxm_memh ucxm_memh_t;

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""backend.h still says what compiled backends took from its first version."""
+
+import os
+import shlex
+import subprocess
+import sysconfig
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from ucx_memh.testing import open_fake
+
+HERE = Path(__file__).parent
+
+
+def compiled(source: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
+    command = [*compiler, "-fsyntax-only", *options, f"-I{files('ucx_memh') / 'include'}", source]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_version_1_is_as_it_was():
+    result = compiled(HERE / "backend_abi_1.c", "-std=c11", "-Wall", "-Wextra", "-Werror")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("AT(struct ucxm_md_ops, close, 56)", "AT(struct ucxm_md_ops, close, 48)"),
+        ("IS(UCXM_ERR_BUSY, -15ll)", "IS(UCXM_ERR_BUSY, -16ll)"),
+        ("FIXED(struct ucxm_key_slot, 16)", "FIXED(struct ucxm_key_slot, 24)"),
+        ("SIZE(struct ucxm_op, 264)", "SIZE(struct ucxm_op, 272)"),
+    ],
+)
+def test_a_difference_is_seen(tmp_path, before, after):
+    text = (HERE / "backend_abi_1.c").read_text()
+    assert before in text
+    changed = tmp_path / "changed.c"
+    changed.write_text(text.replace(before, after))
+    assert compiled(changed, "-std=c11").returncode != 0
+
+
+@pytest.mark.parametrize("header", ["memh.h", "backend.h"])
+@pytest.mark.parametrize("language", ["c", "c++"])
+def test_headers_stand_alone(tmp_path, header, language):
+    source = tmp_path / "only.h"
+    source.write_text(f"#include <ucx_memh/{header}>\n")
+    result = compiled(source, "-x", language, "-Wall", "-Wextra", "-Wpedantic", "-Werror")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_backend_of_version_1_is_taken():
+    md, _ = open_fake(abi=1)
+    md.close()
