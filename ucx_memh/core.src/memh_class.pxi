@@ -43,7 +43,8 @@ cdef packed_t *memh_pack(Memh self, object flags) except NULL:
 cdef int revoke_descendants(Memh self, str op) except -1:
     cdef md_t *md = md_of(self.memh)
     cdef ucxm_memh_t *leaf
-    if books_of(self.memh).epoch != fork_epoch:  # before any lock, which may have been forked locked
+    # Before any lock, which may have been forked locked.
+    if books_of(self.memh).epoch != fork_epoch:
         raise memh_failure(UCXM_ERR_FORKED, op, self.memh, NULL)
     while True:
         leaf = revoke_leaf(md, self.memh)
