@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+pytest.register_assert_rewrite("_rows", "_attacks", "_gated", "_sides", "_devices")
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 

@@ -1,34 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the tests of ib_mlx5 share."""
 
-import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 import ucx_memh as um
+from _devices import Control, SoftwareDevice
 from _rawqp import RawPeer, software_library
 from _sides import Attacker, Library, opened
-
-
-class Control:
-    """The software device's control surface, for what no driver could ask or do."""
-
-    def __init__(self, path: str) -> None:
-        self._lib = ctypes.CDLL(path)
-        self._lib.softmlx5_stat.restype = ctypes.c_uint64
-
-    def stat(self, name: str) -> int:
-        value = self._lib.softmlx5_stat(name.encode())
-        assert value != 2**64 - 1, f"no counter {name}"
-        return value
-
-    def set(self, name: str, value: object) -> None:
-        assert self._lib.softmlx5_set(name.encode(), str(value).encode()) == 0, (name, value)
-
-    def fault(self, text: str) -> None:
-        assert self._lib.softmlx5_fault(text.encode()) == 0, text
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +18,15 @@ def software() -> str:
     return software_library()
 
 
+@pytest.fixture(scope="session")
+def device() -> SoftwareDevice:
+    return SoftwareDevice()
+
+
 @pytest.fixture
-def soft(software) -> Iterator[Control]:
+def soft() -> Iterator[Control]:
     """Its control surface; faults are cleared afterwards, settings by whoever made them."""
-    control = Control(software)
+    control = Control()
     yield control
     control.fault("")
 
@@ -63,16 +49,11 @@ def raw() -> Iterator[RawPeer]:
 @pytest.fixture
 def tidy(soft: Control) -> Iterator[None]:
     """When the test has ended the device holds what it held before, and its settings are back."""
-    live = [f"{name}.live" for name in ("mkeys", "mrs", "qps", "cqs", "pds", "contexts")]
-    before = [soft.stat(name) for name in live]
+    before = soft.live()
     yield
-    soft.set("gate", "open")
-    soft.set("path", "auto")
-    soft.set("index_policy", "lowest")
+    soft.defaults()
     gc.collect()
-    assert dict(zip(live, [soft.stat(name) for name in live], strict=True)) == dict(
-        zip(live, before, strict=True)
-    )
+    assert soft.live() == before
 
 
 @pytest.fixture
@@ -92,3 +73,14 @@ def library(peer) -> Library:
 def attacker(peer) -> Attacker:
     """Another process, which posts raw verbs: whatever key it likes."""
     return Attacker(peer)
+
+
+@pytest.fixture
+def stubborn(owner: um.Md, soft: Control) -> tuple[um.Md, Callable[[int], int]]:
+    """An Md, and what has its device refuse to end keys: so often, at so many commands."""
+
+    def refuse(times: int) -> int:
+        soft.fault(f"destroy_mkey:status=6,syndrome=0xabc,count={times}")
+        return times
+
+    return owner, refuse
