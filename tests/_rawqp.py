@@ -25,6 +25,7 @@ import time
 from importlib.resources import files
 
 SYSTEM = "libibverbs.so.1"  # of the machine, for an adapter of its kernel
+HEADER = struct.Struct("<HBBHHII32s")  # magic version header_len total_len 0 component 0 owner
 ADDRESS = struct.Struct("<BBBBHBBQII16sQ")  # version size mtu rd_atomic lid link port epoch ...
 EVERY_KEY = 0xFFFFFFFF
 
@@ -260,14 +261,17 @@ class RawPeer:
     @property
     def address(self) -> bytes:
         """Ours, in the form that an endpoint's connect() takes."""
-        return ADDRESS.pack(
+        own = ADDRESS.pack(
             1, ADDRESS.size, self.port.active_mtu, 16, self.port.lid, self.port.link_layer, 1,
             self.epoch, self.qpn, self.psn, bytes(self.gid.raw), self.guid,
         )  # fmt: skip
+        total = HEADER.size + ADDRESS.size
+        # Component and owner are not told.
+        return HEADER.pack(0x4145, 1, HEADER.size, total, 0, 0, 0, bytes(32)) + own
 
     def connect(self, address: bytes) -> None:
         """Ready to send to, and to answer, the queue pair of that endpoint address."""
-        fields = ADDRESS.unpack(address)
+        fields = ADDRESS.unpack(address[HEADER.size :])
         mtu, lid, link, qpn, psn, gid = (fields[i] for i in (2, 4, 5, 8, 9, 10))
         attr = QpAttr(qp_state=Qp.RTR, path_mtu=min(mtu, self.port.active_mtu), dest_qp_num=qpn)
         attr.rq_psn, attr.dest_rd_atomic, attr.rnr_timer = psn, 16, 12

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Rule 11: connections, what fails with them and what does not; and the local side of transfers."""
 
+import os
+import struct
 import sys
 import threading
 
@@ -262,6 +264,18 @@ def test_rule11_connect_refuses(fakes):
     for address in (None, 1, "text", object()):
         with pytest.raises(um.InvalidParamError):
             three.connect(address)
+    whole = two.address
+    for at, match in [
+        (0, "not an endpoint"),
+        (2, "version"),
+        (3, "damaged"),
+        (4, "damaged"),
+        (8, "another component"),
+    ]:
+        changed = bytearray(whole)
+        changed[at] ^= 0x10
+        with pytest.raises(um.InvalidParamError, match=match):
+            three.connect(changed)
     gone = two.address
     two.close()
     with pytest.raises(um.UnreachableError):
@@ -670,3 +684,35 @@ def test_an_operation_speaks_for_itself(fakes):
     assert md.stats()["transfers"] == 1
     assert base.grant == ALL
     assert native(base.mkey_pack())[0] in device.live_keys
+
+
+def owned_by(address, pid):
+    """That endpoint's address, as another process of that pid would tell it."""
+    changed = bytearray(address)
+    struct.pack_into("<I", changed, 16 + 16, pid)  # the owner begins at 16
+    return bytes(changed)
+
+
+def test_rule11_a_key_of_another_process_than_the_peer_is_refused(fakes):
+    """Of one that died, say: its successor's device may have given the same native value again."""
+    md, device = fakes()
+    one, two = md.endpoint(), md.endpoint()
+    base = md.mem_reg(bytearray(64))
+    rkey = md.rkey_unpack(base.mkey_pack())
+    raw = md.rkey_from_raw(base.mkey_pack(RAW), base.address, 64)
+    one.connect(owned_by(two.address, os.getpid() + 1))
+    two.connect(one.address)
+    with pytest.raises(um.StaleKeyError, match="not the process"):
+        one.put(rkey, base.address, b"x")
+    assert device.count("post") == 0
+    one.put(raw, base.address, b"x")  # whose owner nobody was told
+    one.reset()
+    two.reset()
+    one.connect(owned_by(two.address, 0))  # not told either
+    two.connect(one.address)
+    one.put(rkey, base.address, b"x")
+    one.reset()
+    two.reset()
+    link(one, two)
+    one.put(rkey, base.address, b"x")
+    assert one.state == CONNECTED

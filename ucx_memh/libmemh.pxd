@@ -97,6 +97,18 @@ cdef extern from "ucx_memh/memh.h" nogil:
         UCXM_KEY_FLAG_REVOCABLE
         UCXM_KEY_FLAG_ENDPOINT
         UCXM_KEY_FLAG_REVOKED
+        UCXM_ADDRESS_MAGIC
+        UCXM_ADDRESS_VERSION
+        UCXM_ADDRESS_HEADER_SIZE
+        UCXM_ADDRESS_MAX
+        UCXM_ADDRESS_OFF_MAGIC
+        UCXM_ADDRESS_OFF_VERSION
+        UCXM_ADDRESS_OFF_HEADER_LEN
+        UCXM_ADDRESS_OFF_TOTAL_LEN
+        UCXM_ADDRESS_OFF_RESERVED
+        UCXM_ADDRESS_OFF_COMPONENT
+        UCXM_ADDRESS_OFF_RESERVED2
+        UCXM_ADDRESS_OFF_OWNER
 
     ctypedef struct ucxm_enforcement_t:
         uint8_t rights[3]

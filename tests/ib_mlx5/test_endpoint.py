@@ -282,9 +282,11 @@ def test_connecting_twice_is_refused(md, pair):
         lambda a: a[:-1],
         lambda a: a + b"\0",
         lambda a: b"\2" + a[1:],
-        lambda a: a[:16] + bytes(4) + a[20:],
-        lambda a: a[:8] + bytes(8) + a[16:],
-        lambda a: a[:2] + b"\x09" + a[3:],
+        # The backend's part: version, queue pair, epoch, path MTU.
+        lambda a: a[:48] + b"\2" + a[49:],
+        lambda a: a[:64] + bytes(4) + a[68:],
+        lambda a: a[:56] + bytes(8) + a[64:],
+        lambda a: a[:50] + b"\x09" + a[51:],
         lambda a: os.urandom(len(a) - 1),
     ],
 )

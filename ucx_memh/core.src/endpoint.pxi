@@ -11,6 +11,7 @@ cdef struct ep_t:
     uint32_t bound     # live handles whose keys only this endpoint may use
     uint32_t users     # threads inside the backend with it
     uint32_t orphan    # its user is gone, but handles bound to it resist
+    ucxm_identity_t peer  # whom it was connected to; zero: nobody, or not told
 
 
 cdef inline ucxm_status_t ep_check(ep_t *ep) noexcept nogil:

@@ -263,42 +263,35 @@ cdef class Endpoint:
     def address(self):
         """The bytes for the peer's connect(); new ones after each reset()."""
         cdef ep_t *ep = ep_use(self, "address")
-        cdef md_t *md = ep.md
-        cdef uint8_t address[UCXM_EP_ADDRESS_MAX]
-        cdef size_t length = sizeof(address)
+        cdef uint8_t address[UCXM_ADDRESS_MAX]
+        cdef size_t length = 0
         cdef ucxm_error_t error
-        cdef ucxm_status_t status = ep_enter(ep)
+        cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
-        if status == UCXM_OK:
-            status = md.ep_ops.ep_address(md.priv, &ep.pub, address, &length, &error)
-            ep_leave(ep)
+        status = ep_address(ep, address, &length, &error)
         if status != UCXM_OK:
-            raise failure(status, "address", md, &error, {})
+            raise failure(status, "address", ep.md, &error, {})
         return PyBytes_FromStringAndSize(<const char *>address, length)
 
     def connect(self, peer_address):
         """Connect to the endpoint whose `address` this is.
 
         Returns at once: what is posted before the peer has connected too waits for it.  Raises
-        InvalidParamError (bytes that are no address, connected already), StaleKeyError (an
-        address from before the peer's reset), UnreachableError.
+        InvalidParamError (bytes that are no address, another component's, connected already),
+        StaleKeyError (an address from before the peer's reset), UnreachableError.  From then on
+        keys of another process than the address's owner are refused with StaleKeyError.
         """
         cdef ep_t *ep = ep_use(self, "connect")
-        cdef md_t *md = ep.md
         cdef Py_buffer view
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
         get_buffer(peer_address, &view, False, "connect")
         with nogil:
-            status = ep_enter(ep)
-            if status == UCXM_OK:
-                status = md.ep_ops.ep_connect(md.priv, &ep.pub, <const uint8_t *>view.buf,
-                                              view.len, &error)
-                ep_leave(ep)
+            status = ep_connect(ep, <const uint8_t *>view.buf, view.len, &error)
         PyBuffer_Release(&view)
         if status != UCXM_OK:
-            raise failure(status, "connect", md, &error, {})
+            raise failure(status, "connect", ep.md, &error, {})
 
     @property
     def state(self):
@@ -335,17 +328,13 @@ cdef class Endpoint:
         What was under way completes with FlushedError.  Keys stay valid.
         """
         cdef ep_t *ep = ep_use(self, "reset")
-        cdef md_t *md = ep.md
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
         with nogil:
-            status = ep_enter(ep)
-            if status == UCXM_OK:
-                status = md.ep_ops.ep_reset(md.priv, &ep.pub, &error)
-                ep_leave(ep)
+            status = ep_reset(ep, &error)
         if status != UCXM_OK:
-            raise failure(status, "reset", md, &error, {})
+            raise failure(status, "reset", ep.md, &error, {})
         if self.error_callback is not None:
             self.md.endpoints[id(self)] = self
 

@@ -136,6 +136,11 @@ cdef ucxm_status_t transfer_check(ep_t *ep, rkey_t *rkey, ucxm_op_kind_t kind, u
     if rkey.md != md:
         error_text(error, "the rkey belongs to another domain than the endpoint")
         return UCXM_ERR_INVALID_PARAM
+    if ep.peer.pid != 0 and rkey.pub.info.owner.pid != 0 and (
+            memcmp(&ep.peer, &rkey.pub.info.owner, sizeof(ep.peer)) != 0):
+        # That process may have died, and its successor's device given the same value again.
+        error_text(error, "the key's owner is not the process that the endpoint is connected to")
+        return UCXM_ERR_STALE_KEY
     if kind == UCXM_OP_GET:
         right = UCXM_MEM_ACCESS_REMOTE_GET
     elif kind == UCXM_OP_PUT:

@@ -303,7 +303,7 @@ struct ucxm_ep {
     void *priv;
 };
 
-#define UCXM_EP_ADDRESS_MAX 256
+#define UCXM_EP_ADDRESS_MAX 256 /* the backend's part */
 
 typedef struct ucxm_ep_ops {
     size_t struct_size;

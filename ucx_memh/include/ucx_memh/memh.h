@@ -157,6 +157,27 @@ typedef struct ucxm_identity {
     uint32_t reserved;   /* zero */
 } ucxm_identity_t;
 
+/* ---- the endpoint's address --------------------------------------------
+ * All fields little-endian; the backend's part follows.  The owner is that of
+ * the keys it packs: a key of another process is refused by the endpoint that
+ * was connected to this address, before it reaches a device that might know
+ * the same native value.
+ */
+
+#define UCXM_ADDRESS_MAGIC       0x4145 /* "EA" */
+#define UCXM_ADDRESS_VERSION     1
+#define UCXM_ADDRESS_HEADER_SIZE 48
+#define UCXM_ADDRESS_MAX         304
+
+#define UCXM_ADDRESS_OFF_MAGIC      0  /* u16 */
+#define UCXM_ADDRESS_OFF_VERSION    2  /* u8  */
+#define UCXM_ADDRESS_OFF_HEADER_LEN 3  /* u8  */
+#define UCXM_ADDRESS_OFF_TOTAL_LEN  4  /* u16 */
+#define UCXM_ADDRESS_OFF_RESERVED   6  /* u16, zero */
+#define UCXM_ADDRESS_OFF_COMPONENT  8  /* u32; 0: not told, not compared */
+#define UCXM_ADDRESS_OFF_RESERVED2  12 /* u32, zero */
+#define UCXM_ADDRESS_OFF_OWNER      16 /* 32 bytes; all zero: not told, not compared */
+
 #ifdef __cplusplus
 }
 #endif
