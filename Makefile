@@ -45,7 +45,7 @@ build: $(STAMP)
 demo: build
 	$(PY) -m ucx_memh demo $(ARGS)
 
-test: suite test-dist-smoke
+test: suite test-dist-smoke test-rxe
 
 suite: build
 	$(PY) -m pytest $(ARGS)
@@ -58,7 +58,7 @@ IN_GUEST := tools/guest/run.py --timeout 400 --env PYTHONDONTWRITEBYTECODE=1 -- 
 test-rxe: build
 	sh tools/guest/setup.sh
 	$(PY) -m pytest -m guest tests/guest
-	$(PY) $(IN_GUEST) tests/rxe $(ARGS)
+	$(PY) $(IN_GUEST) tests/rxe tests/ib $(ARGS)
 
 bench: build
 	$(PY) -m pytest bench --benchmark-only $(ARGS)
