@@ -89,14 +89,17 @@ class Remote:
     def __init__(self, peer: Callable[..., Any], where: Where = Where()) -> None:  # noqa: B008
         self.peer = peer(type(self).serve, tuple(where))
         self.ends: list[um.Endpoint] = []  # of ours that are connected to it
+        self.waiting = 0  # calls that are not answered
 
     def start(self, name: str, *args: Any) -> None:
         """Call, and do not wait; `answer` does."""
+        self.waiting += 1
         self.peer.send((name, args))
 
     def answer(self, timeout: float = 60) -> Any:
         """What the last call returned or raised."""
         good, value = self.peer.recv(timeout)
+        self.waiting -= 1
         if not good:
             raise value
         return value

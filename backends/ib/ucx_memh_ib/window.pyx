@@ -92,6 +92,7 @@ cdef struct control_t:
 
 cdef struct window_t:
     ibv_mw *mw
+    ibv_mr *mr             # that it was to be bound to
     window_t *next         # in the list of those that could not be freed
     uint8_t type1
     uint8_t asked          # the device was told to forget what it is bound to; never twice

@@ -143,6 +143,7 @@ cdef void window_forget(md_t *md, window_t *window, const ucxm_memh_t *memh) noe
     window.asked = 1
     if window.type1:
         memset(&nothing, 0, sizeof(nothing))
+        nothing.mr = window.mr  # for no byte of it; the driver of rxe crashes without one
         memset(&wc, 0, sizeof(wc))
         bind_once(md, window, &nothing, &wc)
     elif memh != NULL and ucxm_memh_own(memh).ep != NULL:

@@ -30,7 +30,7 @@ cdef ucxm_status_t window_bind(md_t *md, window_t *window, const ucxm_memh_t *me
     cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
     cdef ibv_mw_bind_info info
     memset(&info, 0, sizeof(info))
-    info.mr = (<ib_reg_t *>memh.inherited.reg.priv).mr
+    window.mr = info.mr = (<ib_reg_t *>memh.inherited.reg.priv).mr
     info.addr = own.address
     info.length = own.length
     info.mw_access_flags = window_access(own.rights)
