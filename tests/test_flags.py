@@ -30,7 +30,8 @@ def header_numbers() -> dict[str, int]:
         text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
         for name, expression in re.findall(r"^#define (UCXM_\w+)[ \t]+(\S.*)$", text, re.M):
             expression = re.sub(r"\b(\d\w*?)u?l{0,2}\b", r"\1", expression)
-            values[name] = eval(expression, {"__builtins__": {}}, values)
+            known = {"__builtins__": {}, "UINT64_MAX": 2**64 - 1}
+            values[name] = eval(expression, known, values)
     return values
 
 

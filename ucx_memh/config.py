@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a backend does with the configuration that open_md() was given."""
+"""Configuration: as text becomes values, and what a backend does with those."""
 
+import ast
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ucx_memh.errors import InvalidParamError
 
-__all__ = ["settings"]
+__all__ = ["literal", "settings"]
 
 
 def settings(
@@ -25,3 +26,11 @@ def settings(
             component=component,
         )
     return config
+
+
+def literal(text: str) -> Any:
+    """The value that a setting's text stands for: a Python literal, or else the text itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text

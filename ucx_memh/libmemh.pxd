@@ -123,6 +123,214 @@ cdef extern from "ucx_memh/memh.h" nogil:
         uint32_t user_ns
         uint32_t reserved
 
+    ctypedef struct ucxm_md_t
+    ctypedef struct ucxm_memh_t
+    ctypedef struct ucxm_rkey_t
+    ctypedef struct ucxm_ep_t
+
+    ctypedef struct ucxm_error_t:
+        int32_t sys_errno
+        uint32_t syndrome
+        char text[112]
+
+    ctypedef struct ucxm_completion_t:
+        void (*func)(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil
+
+    ctypedef struct ucxm_key_info_t:
+        uint64_t key_id
+        uint64_t address
+        uint64_t length
+        uint32_t rights
+        uint16_t flags
+        uint16_t reserved
+        ucxm_identity_t owner
+
+    ctypedef int ucxm_op_kind_t
+    enum:
+        UCXM_EP_IDLE
+        UCXM_EP_CONNECTED
+        UCXM_EP_ERROR
+        UCXM_OP_GET
+        UCXM_OP_PUT
+        UCXM_OP_FETCH_ADD
+        UCXM_OP_COMPARE_SWAP
+        UCXM_BUNDLE_MAGIC
+        UCXM_BUNDLE_VERSION
+        UCXM_BUNDLE_HEADER_SIZE
+        UCXM_BUNDLE_OFF_MAGIC
+        UCXM_BUNDLE_OFF_VERSION
+        UCXM_BUNDLE_OFF_COUNT
+        UCXM_BUNDLE_OFF_TOTAL_LEN
+        UCXM_BUNDLE_OFF_RESERVED
+        UCXM_BUNDLE_ANY
+        UCXM_BUNDLE_ALL
+        UCXM_BUNDLE_MAX
+        UCXM_API_ABI
+
+    const uint64_t UCXM_LENGTH_REST
+    const uint64_t UCXM_RIGHTS_ALL
+    const uint32_t UCXM_DEREG_INVALIDATE
+    const uint32_t UCXM_CASCADE
+    const uint32_t UCXM_CLOSE_FORCE
+
+    ctypedef struct ucxm_reg_params_t:
+        size_t struct_size
+        uint64_t address
+        uint64_t length
+        uint64_t flags
+        uint32_t mem_type
+        uint32_t has_dmabuf
+        uint64_t dmabuf_offset
+        int32_t dmabuf_fd
+        uint32_t reserved
+        void *adopt
+
+    ctypedef struct ucxm_md_info_t:
+        size_t struct_size
+        uint64_t flags
+        uint64_t max_reg
+        uint64_t mem_types
+        size_t reg_alignment
+        size_t key_size_max
+        size_t key_size_raw
+        uint8_t software
+        uint8_t python
+        uint8_t reserved[6]
+        ucxm_enforcement_t enforcement
+        char component[32]
+        char md_name[64]
+
+    ctypedef struct ucxm_memh_info_t:
+        size_t struct_size
+        uint64_t address
+        uint64_t length
+        uint64_t flags
+        uint64_t rights
+        uint64_t grant
+        uint64_t key_id
+        uint32_t state
+        uint32_t live_children
+        uint32_t mem_type
+        uint32_t lkey
+        uint8_t derived
+        uint8_t reserved[7]
+
+    ctypedef struct ucxm_md_stats_t:
+        size_t struct_size
+        uint64_t live_bases, live_derived, live_rkeys, live_endpoints
+        uint64_t mem_reg, mem_dereg, derive, revoke
+        uint64_t key_create, key_destroy, keys_parked, keys_quarantined
+        uint64_t rkey_hits, rkey_misses, transfers
+
+    ctypedef struct ucxm_transfer_t:
+        size_t struct_size
+        ucxm_op_kind_t kind
+        uint32_t reserved
+        ucxm_rkey_t *rkey
+        uint64_t remote_address
+        void *local
+        size_t length
+        ucxm_memh_t *memh
+        uint64_t operand
+        uint64_t compare
+        ucxm_completion_t comp
+        ucxm_status_t status
+        uint32_t reserved2
+        uint64_t result
+        size_t bytes_done
+        ucxm_error_t error
+
+    ctypedef struct ucxm_setting_t:
+        const char *name
+        const char *value
+
+    ctypedef struct ucxm_api_t:
+        size_t struct_size
+        uint32_t abi
+        const char *(*status_name)(ucxm_status_t status) noexcept nogil
+        ucxm_status_t (*md_open)(const char *name, const ucxm_setting_t *settings, size_t count,
+                                 ucxm_md_t **md, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*md_query)(ucxm_md_t *md, ucxm_md_info_t *info) noexcept nogil
+        ucxm_status_t (*md_close)(ucxm_md_t *md, uint32_t flags,
+                                  ucxm_error_t *error) noexcept nogil
+        void (*md_release)(ucxm_md_t *md) noexcept nogil
+        unsigned (*md_progress)(ucxm_md_t *md) noexcept nogil
+        ucxm_status_t (*md_event_fd)(ucxm_md_t *md, int *fd, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*md_arm)(ucxm_md_t *md, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*md_stats)(ucxm_md_t *md, ucxm_md_stats_t *stats) noexcept nogil
+        ucxm_status_t (*mem_reg)(ucxm_md_t *md, const ucxm_reg_params_t *params,
+                                 ucxm_memh_t **memh, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*mem_derive)(ucxm_memh_t *parent, uint64_t offset, uint64_t length,
+                                    uint64_t rights, ucxm_ep_t *ep, ucxm_memh_t **memh,
+                                    ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*mem_query)(ucxm_memh_t *memh, ucxm_memh_info_t *info) noexcept nogil
+        ucxm_status_t (*mem_enforcement)(ucxm_memh_t *memh,
+                                         ucxm_enforcement_t *enforcement) noexcept nogil
+        ucxm_status_t (*mem_invalidate)(ucxm_memh_t *memh, uint32_t flags, ucxm_completion_t *comp,
+                                        ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*mem_dereg)(ucxm_memh_t *memh, uint32_t flags, ucxm_completion_t *comp,
+                                   ucxm_error_t *error) noexcept nogil
+        void (*memh_release)(ucxm_memh_t *memh) noexcept nogil
+        ucxm_status_t (*mkey_pack)(ucxm_memh_t *memh, uint32_t flags, void *buffer, size_t *length,
+                                   ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*revoke_notice)(ucxm_memh_t *memh, void *buffer, size_t *length,
+                                       ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*key_query)(const void *key, size_t length, ucxm_key_info_t *info,
+                                   uint32_t *component, size_t *size,
+                                   ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*rkey_unpack)(ucxm_md_t *md, const void *key, size_t length,
+                                     ucxm_rkey_t **rkey, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*rkey_from_raw)(ucxm_md_t *md, const void *raw, size_t length,
+                                       uint64_t address, uint64_t size, ucxm_rkey_t **rkey,
+                                       ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*rkey_query)(const ucxm_rkey_t *rkey, ucxm_key_info_t *info) noexcept nogil
+        int (*rkey_compare)(const ucxm_rkey_t *one, const ucxm_rkey_t *other) noexcept nogil
+        ucxm_status_t (*rkey_ptr)(ucxm_rkey_t *rkey, uint64_t address, void **ptr,
+                                  ucxm_error_t *error) noexcept nogil
+        void (*rkey_release)(ucxm_rkey_t *rkey) noexcept nogil
+        ucxm_status_t (*rkey_revoke)(ucxm_md_t *md, const void *notice, size_t length,
+                                     uint32_t *count, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*peer_probe)(ucxm_md_t *md, const void *key, size_t length,
+                                    ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*peer_evict)(ucxm_md_t *md, const ucxm_identity_t *peer,
+                                    ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*ep_create)(ucxm_md_t *md, ucxm_ep_t **ep,
+                                   ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*ep_address)(ucxm_ep_t *ep, void *buffer, size_t *length,
+                                    ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*ep_connect)(ucxm_ep_t *ep, const void *address, size_t length,
+                                    ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*ep_reset)(ucxm_ep_t *ep, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*ep_state)(ucxm_ep_t *ep, uint32_t *state) noexcept nogil
+        ucxm_status_t (*ep_close)(ucxm_ep_t *ep, ucxm_error_t *error) noexcept nogil
+        void (*ep_release)(ucxm_ep_t *ep) noexcept nogil
+        ucxm_status_t (*ep_post)(ucxm_ep_t *ep, ucxm_transfer_t *transfer,
+                                 ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*ep_transfer)(ucxm_ep_t *ep, ucxm_transfer_t *transfer,
+                                     ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*mem_reg_many)(ucxm_md_t *md, const ucxm_reg_params_t *params, size_t count,
+                                      ucxm_memh_t **memhs, ucxm_status_t *status) noexcept nogil
+        ucxm_status_t (*mem_derive_many)(ucxm_memh_t *parent, const uint64_t *offsets,
+                                         const uint64_t *lengths, size_t count, uint64_t rights,
+                                         ucxm_ep_t *ep, ucxm_memh_t **memhs,
+                                         ucxm_status_t *status) noexcept nogil
+        ucxm_status_t (*mkey_pack_many)(ucxm_memh_t *const *memhs, size_t count, uint32_t flags,
+                                        void *buffer, size_t stride, size_t *lengths,
+                                        ucxm_status_t *status) noexcept nogil
+        ucxm_status_t (*mem_invalidate_many)(ucxm_memh_t *const *memhs, size_t count,
+                                             uint32_t flags, ucxm_status_t *status) noexcept nogil
+        ucxm_status_t (*mem_dereg_many)(ucxm_memh_t *const *memhs, size_t count, uint32_t flags,
+                                        ucxm_status_t *status) noexcept nogil
+        ucxm_status_t (*bundle_reg)(ucxm_md_t *const *mds, size_t count, uint32_t policy,
+                                    const ucxm_reg_params_t *params, ucxm_memh_t **memhs,
+                                    ucxm_status_t *status, ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*bundle_pack)(ucxm_memh_t *const *memhs, size_t count, uint32_t flags,
+                                     void *buffer, size_t *length,
+                                     ucxm_error_t *error) noexcept nogil
+        ucxm_status_t (*bundle_unpack)(ucxm_md_t *const *mds, size_t count, const void *block,
+                                       size_t length, ucxm_rkey_t **rkeys, ucxm_status_t *status,
+                                       ucxm_error_t *error) noexcept nogil
+
 
 cdef extern from "ucx_memh/backend.h" nogil:
     enum:
@@ -132,23 +340,9 @@ cdef extern from "ucx_memh/backend.h" nogil:
         UCXM_SLOT_INDIRECT
         UCXM_SLOT_ATOMIC
         UCXM_SLOTS
-        UCXM_EP_IDLE
-        UCXM_EP_CONNECTED
-        UCXM_EP_ERROR
         UCXM_EP_ADDRESS_MAX
 
-    ctypedef struct ucxm_md_t
-    ctypedef struct ucxm_memh_t
-    ctypedef struct ucxm_rkey_t
     ctypedef struct ucxm_op_t
-
-    ctypedef struct ucxm_error_t:
-        int32_t sys_errno
-        uint32_t syndrome
-        char text[112]
-
-    ctypedef struct ucxm_completion_t:
-        void (*func)(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil
 
     ctypedef int ucxm_key_kind_t
     enum:
@@ -164,15 +358,6 @@ cdef extern from "ucx_memh/backend.h" nogil:
         uint8_t live
         uint8_t kind
         uint16_t reserved
-
-    ctypedef struct ucxm_key_info_t:
-        uint64_t key_id
-        uint64_t address
-        uint64_t length
-        uint32_t rights
-        uint16_t flags
-        uint16_t reserved
-        ucxm_identity_t owner
 
     ctypedef struct ucxm_registration_t:
         uint64_t address
@@ -286,13 +471,6 @@ cdef extern from "ucx_memh/backend.h" nogil:
                         size_t size) noexcept nogil
         ucxm_status_t (*peer_evict)(void *md, const ucxm_identity_t *peer,
                                     ucxm_error_t *error) noexcept nogil
-
-    ctypedef int ucxm_op_kind_t
-    enum:
-        UCXM_OP_GET
-        UCXM_OP_PUT
-        UCXM_OP_FETCH_ADD
-        UCXM_OP_COMPARE_SWAP
 
     ctypedef struct ucxm_op_t:
         ucxm_op_kind_t kind

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # What Python hands in: numbers, flags, buffers.
 
-cdef uint64_t MEM_FLAGS_HINT = UCXM_MEM_SYMMETRIC_RKEY | UCXM_MEM_GVA
-cdef uint64_t MEM_FLAGS_KNOWN = UCXM_MEM_ACCESS_ALL | UCXM_MEM_DERIVED_ONLY
-
-
 cdef uint64_t as_u64(object value, str name, str op) except? 0xdeadbeefdeadbeef:
     """An address, offset, length or operand, or InvalidParamError."""
     if type(value) is int:

@@ -133,3 +133,79 @@ cdef void error_text(ucxm_error_t *error, const char *text) noexcept nogil:
         error.text[n] = text[n]
         n += 1
     error.text[n] = 0
+
+
+cdef inline ucxm_status_t refuse(ucxm_error_t *error, ucxm_status_t status,
+                                 const char *text) noexcept nogil:
+    error_text(error, text)
+    return status
+
+
+cdef uint64_t MEM_FLAGS_HINT = UCXM_MEM_SYMMETRIC_RKEY | UCXM_MEM_GVA
+cdef uint64_t MEM_FLAGS_KNOWN = UCXM_MEM_ACCESS_ALL | UCXM_MEM_DERIVED_ONLY
+
+
+cdef ucxm_status_t mem_flags_check(uint64_t flags, ucxm_error_t *error) noexcept nogil:
+    """Flags of mem_reg or derive: known and supported ones only."""
+    if flags & MEM_FLAGS_HINT:
+        return refuse(error, UCXM_ERR_UNSUPPORTED, "SYMMETRIC_RKEY and GVA are not supported")
+    if flags & ~MEM_FLAGS_KNOWN:
+        return refuse(error, UCXM_ERR_INVALID_PARAM, "unknown flags")
+    return UCXM_OK
+
+
+cdef const char *status_text(ucxm_status_t status) noexcept nogil:
+    """The status's name, as in memh.h."""
+    if status == UCXM_OK:
+        return b"OK"
+    if status == UCXM_INPROGRESS:
+        return b"INPROGRESS"
+    if status == UCXM_ERR_NO_RESOURCE:
+        return b"NO_RESOURCE"
+    if status == UCXM_ERR_IO_ERROR:
+        return b"IO_ERROR"
+    if status == UCXM_ERR_NO_MEMORY:
+        return b"NO_MEMORY"
+    if status == UCXM_ERR_INVALID_PARAM:
+        return b"INVALID_PARAM"
+    if status == UCXM_ERR_UNREACHABLE:
+        return b"UNREACHABLE"
+    if status == UCXM_ERR_INVALID_ADDR:
+        return b"INVALID_ADDR"
+    if status == UCXM_ERR_BUFFER_TOO_SMALL:
+        return b"BUFFER_TOO_SMALL"
+    if status == UCXM_ERR_NO_DEVICE:
+        return b"NO_DEVICE"
+    if status == UCXM_ERR_BUSY:
+        return b"BUSY"
+    if status == UCXM_ERR_CANCELED:
+        return b"CANCELED"
+    if status == UCXM_ERR_TIMED_OUT:
+        return b"TIMED_OUT"
+    if status == UCXM_ERR_EXCEEDS_LIMIT:
+        return b"EXCEEDS_LIMIT"
+    if status == UCXM_ERR_UNSUPPORTED:
+        return b"UNSUPPORTED"
+    if status == UCXM_ERR_REVOKED:
+        return b"REVOKED"
+    if status == UCXM_ERR_CLOSED:
+        return b"CLOSED"
+    if status == UCXM_ERR_FORKED:
+        return b"FORKED"
+    if status == UCXM_ERR_ACCESS:
+        return b"ACCESS"
+    if status == UCXM_ERR_RANGE:
+        return b"RANGE"
+    if status == UCXM_ERR_MALFORMED_KEY:
+        return b"MALFORMED_KEY"
+    if status == UCXM_ERR_KEY_VERSION:
+        return b"KEY_VERSION"
+    if status == UCXM_ERR_STALE_KEY:
+        return b"STALE_KEY"
+    if status == UCXM_ERR_PEER_GONE:
+        return b"PEER_GONE"
+    if status == UCXM_ERR_REMOTE_ACCESS:
+        return b"REMOTE_ACCESS"
+    if status == UCXM_ERR_FLUSHED:
+        return b"FLUSHED"
+    return b"UNKNOWN"

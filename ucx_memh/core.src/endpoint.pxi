@@ -119,3 +119,12 @@ cdef ucxm_status_t ep_shut(ep_t *ep, ucxm_error_t *error) noexcept nogil:
     md_leave(md)
     ep_put(ep)  # the list's
     return UCXM_OK
+
+
+cdef void ep_drop(ep_t *ep) noexcept nogil:
+    """Its user lets go of it, closed or not."""
+    cdef ucxm_error_t ignored
+    memset(&ignored, 0, sizeof(ignored))
+    if ep_shut(ep, &ignored) != UCXM_OK:
+        store32(&ep.orphan, 1)
+    ep_put(ep)

@@ -48,37 +48,6 @@ cdef int transfer_local(transfer_t *transfer, object local, bint writable, str o
     return 0
 
 
-cdef void transfer_wait(transfer_t *transfer, uint64_t until) noexcept nogil:
-    """Progress for a slice of time, or until it is done: first busily, then asleep if possible."""
-    cdef md_t *md = transfer.md
-    cdef uint64_t start = now_ns()
-    cdef uint64_t now = start
-    cdef pollfd event
-    cdef ucxm_error_t error
-    while not load32(&transfer.done):
-        if md_progress(md) != 0:
-            continue
-        now = now_ns()
-        if now >= until or now - start > SLICE_NS:
-            return
-        if now - start < SPIN_NS or not md.attr.flags & UCXM_MD_FLAG_EVENT_FD:
-            sched_yield()
-            continue
-        if md_enter(md) != UCXM_OK:
-            return
-        memset(&error, 0, sizeof(error))
-        event.fd = -1
-        event.events = POLLIN
-        event.revents = 0
-        if md.ops.event_fd(md.priv, &event.fd, &error) == UCXM_OK and (
-                md.ops.event_arm(md.priv, &error) == UCXM_OK):
-            md_leave(md)
-            if not load32(&transfer.done):
-                poll(&event, 1, 5)
-        else:
-            md_leave(md)
-
-
 @cython.final
 cdef class Operation:
     """An operation under way.  Its buffer is held until it is done, also if this object goes."""
@@ -232,14 +201,10 @@ cdef class Endpoint:
 
     def __dealloc__(self):
         cdef ep_t *ep = <ep_t *>self.ep
-        cdef ucxm_error_t error
         if ep == NULL or ep.md.epoch != fork_epoch:
             return
-        memset(&error, 0, sizeof(error))
         with nogil:
-            if ep_shut(ep, &error) != UCXM_OK:
-                store32(&ep.orphan, 1)
-            ep_put(ep)
+            ep_drop(ep)
 
     def __repr__(self):
         cdef ep_t *ep = <ep_t *>self.ep

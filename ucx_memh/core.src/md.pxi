@@ -52,6 +52,7 @@ cdef struct md_t:
     ucxm_md_attr_t attr
     void *priv
     uint64_t epoch           # fork generation in which it was opened
+    PyObject *holder         # what ucxm_md_open keeps for its caller
     uint32_t refs            # the Python object, handles, rkeys, endpoints
     uint32_t state
     uint32_t users           # threads inside the backend
@@ -129,3 +130,41 @@ cdef unsigned md_progress(md_t *md) noexcept nogil:
     count = md.ops.progress(md.priv)
     md_leave(md)
     return count
+
+
+cdef ucxm_status_t md_event_fd(md_t *md, int *fd, ucxm_error_t *error) noexcept nogil:
+    cdef ucxm_status_t status = md_enter(md)
+    if status == UCXM_OK:
+        status = md.ops.event_fd(md.priv, fd, error)
+        md_leave(md)
+    return status
+
+
+cdef ucxm_status_t md_arm(md_t *md, ucxm_error_t *error) noexcept nogil:
+    cdef ucxm_status_t status = md_enter(md)
+    if status == UCXM_OK:
+        status = md.ops.event_arm(md.priv, error)
+        md_leave(md)
+    return status
+
+
+cdef void md_count(md_t *md, ucxm_md_stats_t *stats) noexcept nogil:
+    """What the core has counted.  Without a lock: the numbers need not be of one moment."""
+    cdef int i
+    memset(stats, 0, sizeof(stats[0]))
+    for i in range(STRIPES):
+        stats.rkey_hits += md.stripes[i].hits
+    stats.live_bases = md.live_bases
+    stats.live_derived = md.live_derived
+    stats.live_rkeys = md.live_rkeys
+    stats.live_endpoints = md.live_endpoints
+    stats.mem_reg = md.counters.mem_reg
+    stats.mem_dereg = md.counters.mem_dereg
+    stats.derive = md.counters.derive
+    stats.revoke = md.counters.revoke
+    stats.key_create = md.counters.key_create
+    stats.key_destroy = md.counters.key_destroy
+    stats.keys_parked = md.counters.parked
+    stats.keys_quarantined = md.quarantine.count
+    stats.rkey_misses = md.counters.rkey_misses
+    stats.transfers = md.counters.transfers

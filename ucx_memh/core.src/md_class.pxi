@@ -11,43 +11,14 @@ cdef md_t *md_use(Md self, str op) except NULL:
     return md
 
 
-cdef int reg_check(md_t *md, reg_t *reg, bint writable, str op) except -1:
-    """What can be told without the device, for a Registration about to be made or adopted."""
-    cdef uint64_t grant = reg.pub.grant
-    cdef uint64_t writes = (UCXM_MEM_ACCESS_LOCAL_WRITE | UCXM_MEM_ACCESS_REMOTE_PUT |
-                            UCXM_MEM_ACCESS_REMOTE_ATOMIC)
-    cdef ucxm_status_t status = UCXM_OK
-    detail = ""
-    if grant & writes and not writable:
-        status, detail = UCXM_ERR_ACCESS, "the buffer is read-only"
-    elif reg.pub.length > UINT64_MAX - reg.pub.address:
-        status, detail = UCXM_ERR_INVALID_PARAM, "the range wraps around"
-    elif not md.attr.flags & UCXM_MD_FLAG_REG:
-        status, detail = UCXM_ERR_UNSUPPORTED, "this domain does not register memory"
-    elif reg.pub.mem_type >= 64 or not md.attr.mem_types >> reg.pub.mem_type & 1:
-        status, detail = UCXM_ERR_UNSUPPORTED, "not a memory type of this domain"
-    elif reg.pub.dmabuf_fd >= 0 and not md.attr.flags & UCXM_MD_FLAG_REG_DMABUF:
-        status, detail = UCXM_ERR_UNSUPPORTED, "this domain takes no dmabuf"
-    elif reg.pub.flags & UCXM_MEM_DERIVED_ONLY and not md.attr.flags & UCXM_MD_FLAG_REG_DERIVED:
-        status, detail = UCXM_ERR_UNSUPPORTED, "DERIVED_ONLY, but this domain does not derive"
-    elif grant & UCXM_MEM_ACCESS_REMOTE_ATOMIC and not md.attr.flags & UCXM_MD_FLAG_ATOMIC:
-        status, detail = UCXM_ERR_UNSUPPORTED, "this domain has no atomics"
-    elif md.attr.max_reg and reg.pub.length > md.attr.max_reg:
-        status = UCXM_ERR_EXCEEDS_LIMIT
-        detail = f"this domain registers at most {md.attr.max_reg} bytes at once"
-    elif reg.pub.address % md.attr.reg_alignment and reg.pub.length:
-        status = UCXM_ERR_INVALID_PARAM
-        detail = f"the address must be aligned to {md.attr.reg_alignment} bytes"
+cdef int reg_check_or_raise(md_t *md, reg_t *reg, bint writable, str op) except -1:
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    memset(&error, 0, sizeof(error))
+    status = reg_check(md, reg, writable, &error)
     if status != UCXM_OK:
-        raise _errors.error_from_status(
-            status, op, md_component(md), detail,
-            address=reg.pub.address, length=reg.pub.length)
-    reg.pub.direct_rights = grant
-    if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
-        reg.pub.direct_rights = grant & ~UCXM_MEM_ACCESS_REMOTE
-        # Peers will write through derived keys, and the device must be able to.
-        if grant & (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_ATOMIC):
-            reg.pub.direct_rights |= UCXM_MEM_ACCESS_LOCAL_WRITE
+        raise failure(status, op, md, &error,
+                      {"address": reg.pub.address, "length": reg.pub.length})
     return 0
 
 
@@ -198,7 +169,6 @@ cdef class Md:
         """
         cdef md_t *md = md_use(self, "mem_reg")
         cdef reg_t *reg
-        cdef uint64_t access = 0
         cdef uint64_t number
         cdef uint64_t asked = 0
         cdef bint writable = True
@@ -227,18 +197,7 @@ cdef class Md:
             if owner is not None:
                 Py_INCREF(owner)
                 reg.owner = <PyObject *>owner
-            access = asked & UCXM_MEM_ACCESS_ALL
-            if flags is None or (access == 0 and asked & UCXM_MEM_DERIVED_ONLY):
-                access = (UCXM_MEM_ACCESS_ALL if writable else
-                          UCXM_MEM_ACCESS_LOCAL_READ | UCXM_MEM_ACCESS_REMOTE_GET)
-                if not md.attr.flags & UCXM_MD_FLAG_ATOMIC:
-                    access &= ~UCXM_MEM_ACCESS_REMOTE_ATOMIC
-            elif access == 0:
-                access = UCXM_MEM_ACCESS_LOCAL_READ
-                if writable:
-                    access |= UCXM_MEM_ACCESS_LOCAL_WRITE
-            reg.pub.flags = access | (asked & UCXM_MEM_DERIVED_ONLY)
-            reg.pub.grant = access
+            reg_rights(reg, asked, flags is None, writable)
             reg.pub.mem_type = <uint32_t>min(as_u64(mem_type, "mem_type", "mem_reg"), 0xffffffff)
             reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
             if dmabuf_fd is not None:
@@ -250,7 +209,7 @@ cdef class Md:
             elif reg.pub.dmabuf_offset != 0:
                 raise _errors.InvalidParamError("dmabuf_offset goes with dmabuf_fd", op="mem_reg",
                                                 component=md_component(md))
-            reg_check(md, reg, writable, "mem_reg")
+            reg_check_or_raise(md, reg, writable, "mem_reg")
         except BaseException:
             reg_put(reg)
             raise
@@ -284,7 +243,7 @@ cdef class Md:
         reg.pub.flags = access
         reg.pub.grant = access & UCXM_MEM_ACCESS_ALL
         try:
-            reg_check(md, reg, True, "mem_adopt")
+            reg_check_or_raise(md, reg, True, "mem_adopt")
         except BaseException:
             reg_put(reg)
             raise
@@ -404,10 +363,7 @@ cdef class Md:
         cdef ucxm_status_t status
         cdef int fd = -1
         memset(&error, 0, sizeof(error))
-        status = md_enter(md)
-        if status == UCXM_OK:
-            status = md.ops.event_fd(md.priv, &fd, &error)
-            md_leave(md)
+        status = md_event_fd(md, &fd, &error)
         if status != UCXM_OK:
             raise failure(status, "event_fd", md, &error, {})
         return fd
@@ -421,10 +377,7 @@ cdef class Md:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
-        status = md_enter(md)
-        if status == UCXM_OK:
-            status = md.ops.event_arm(md.priv, &error)
-            md_leave(md)
+        status = md_arm(md, &error)
         if status == UCXM_ERR_BUSY:
             return False
         if status != UCXM_OK:
@@ -440,28 +393,26 @@ cdef class Md:
         cdef const char *name
         cdef uint64_t value
         cdef unsigned index = 0
-        cdef int i
-        cdef uint64_t hits = 0
-        for i in range(STRIPES):
-            hits += md.stripes[i].hits
+        cdef ucxm_md_stats_t stats
+        md_count(md, &stats)
         counters = {
-            "live_bases": md.live_bases,
-            "live_derived": md.live_derived,
-            "live_rkeys": md.live_rkeys,
-            "live_endpoints": md.live_endpoints,
-            "mem_reg": md.counters.mem_reg,
-            "mem_dereg": md.counters.mem_dereg,
-            "derive": md.counters.derive,
-            "revoke": md.counters.revoke,
-            "key_create": md.counters.key_create,
-            "key_destroy": md.counters.key_destroy,
-            "keys_parked": md.counters.parked,
+            "live_bases": stats.live_bases,
+            "live_derived": stats.live_derived,
+            "live_rkeys": stats.live_rkeys,
+            "live_endpoints": stats.live_endpoints,
+            "mem_reg": stats.mem_reg,
+            "mem_dereg": stats.mem_dereg,
+            "derive": stats.derive,
+            "revoke": stats.revoke,
+            "key_create": stats.key_create,
+            "key_destroy": stats.key_destroy,
+            "keys_parked": stats.keys_parked,
             "keys_parked_now": md.parked_count,
             "key_placeholders": md.placeholders.count,
-            "keys_quarantined": md.quarantine.count,
-            "rkey_hits": hits,
-            "rkey_misses": md.counters.rkey_misses,
-            "transfers": md.counters.transfers,
+            "keys_quarantined": stats.keys_quarantined,
+            "rkey_hits": stats.rkey_hits,
+            "rkey_misses": stats.rkey_misses,
+            "transfers": stats.transfers,
         }
         if md_enter(md) == UCXM_OK:
             while True:

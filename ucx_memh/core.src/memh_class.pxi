@@ -1,22 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Memh.
 
-cdef int check_can_invalidate(Memh self) except -1:
-    cdef md_t *md = md_of(self.memh)
-    cdef uint64_t rights = ucxm_memh_own(self.memh).rights
-    cdef uint64_t needs = 0
-    if self.memh.id.parent == NULL:
-        if rights & (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_GET):
-            needs |= UCXM_MD_FLAG_INVALIDATE_RMA
-        if rights & UCXM_MEM_ACCESS_REMOTE_ATOMIC:
-            needs |= UCXM_MD_FLAG_INVALIDATE_AMO
-    if needs & ~md.attr.flags:
-        raise _errors.UnsupportedError(
-            "this domain cannot promise that no key works afterwards", op="dereg",
-            component=md_component(md))
-    return 0
-
-
 cdef packed_t *memh_pack(Memh self, object flags) except NULL:
     cdef uint64_t wanted = as_u64(flags, "flags", "mkey_pack") if type(flags) is not int else (
         flags if 0 <= flags <= UINT64_MAX else UINT64_MAX)
@@ -279,8 +263,13 @@ cdef class Memh:
         first closes what was derived from it, leaves first.  Raises BusyError (live derived
         handles, or transfers that use the memory locally), DeviceError.
         """
-        if invalidate and load32(&self.memh.id.state) != UCXM_MEMH_CLOSED:
-            check_can_invalidate(self)
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status = UCXM_OK
+        memset(&error, 0, sizeof(error))
+        if invalidate:
+            status = dereg_check(self.memh, &error)
+        if status != UCXM_OK:
+            raise memh_failure(status, "dereg", self.memh, &error)
         if cascade:
             revoke_descendants(self, "dereg")
         revoke_object(self, True, None, "dereg")
@@ -291,23 +280,13 @@ cdef class Memh:
         The peer's library then refuses by itself and does not lose its connection over a refused
         access.  Raises InvalidParamError while the handle is live.
         """
-        cdef md_t *md = md_of(self.memh)
-        cdef ucxm_key_info_t info
         cdef uint8_t notice[UCXM_KEY_HEADER_SIZE]
+        cdef ucxm_error_t error
         cdef ucxm_status_t status
-        if books_of(self.memh).epoch != fork_epoch:  # the identity below is not the packed key's
-            raise memh_failure(UCXM_ERR_FORKED, "revoke_notice", self.memh, NULL)
-        if load32(&self.memh.id.state) == UCXM_MEMH_LIVE:
-            raise _errors.InvalidParamError("the handle is live: there is nothing to tell",
-                                            op="revoke_notice", component=md_component(md))
-        memset(&info, 0, sizeof(info))
-        info.key_id = self.memh.id.key_id
-        info.address = ucxm_memh_own(self.memh).address
-        info.flags = UCXM_KEY_FLAG_REVOKED | UCXM_KEY_FLAG_EMPTY
-        status = identity_self(&info.owner)
+        memset(&error, 0, sizeof(error))
+        status = revoke_notice(self.memh, notice, &error)
         if status != UCXM_OK:
-            raise memh_failure(status, "revoke_notice", self.memh, NULL)
-        key_envelope(md, &info, NULL, 0, notice)
+            raise memh_failure(status, "revoke_notice", self.memh, &error)
         return PyBytes_FromStringAndSize(<const char *>notice, UCXM_KEY_HEADER_SIZE)
 
     def explain(self):

@@ -253,3 +253,22 @@ cdef inline ucxm_status_t mkey_pack(ucxm_memh_t *memh, uint32_t flags, packed_t 
     if packed_p[0] != NULL:
         return UCXM_OK
     return pack_slow(memh, flags, packed_p, error)
+
+
+cdef ucxm_status_t revoke_notice(ucxm_memh_t *memh, uint8_t *notice,
+                                 ucxm_error_t *error) noexcept nogil:
+    """UCXM_KEY_HEADER_SIZE bytes that say that the handle's key is dead."""
+    cdef ucxm_key_info_t info
+    cdef ucxm_status_t status
+    if books_of(memh).epoch != fork_epoch:  # the identity below is not the packed key's
+        return UCXM_ERR_FORKED
+    if load32(&memh.id.state) == UCXM_MEMH_LIVE:
+        return refuse(error, UCXM_ERR_INVALID_PARAM, "the handle is live: there is nothing to tell")
+    memset(&info, 0, sizeof(info))
+    info.key_id = memh.id.key_id
+    info.address = ucxm_memh_own(memh).address
+    info.flags = UCXM_KEY_FLAG_REVOKED | UCXM_KEY_FLAG_EMPTY
+    status = identity_self(&info.owner)
+    if status == UCXM_OK:
+        key_envelope(md_of(memh), &info, NULL, 0, notice)
+    return status

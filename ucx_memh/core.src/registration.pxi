@@ -75,3 +75,59 @@ cdef void reg_put(reg_t *reg) noexcept nogil:
         return
     reg_release_memory(reg)
     mem_free(reg)
+
+
+cdef void reg_rights(reg_t *reg, uint64_t asked, bint default, bint writable) noexcept nogil:
+    """What it is registered for.  `default`: as much as the memory and the domain allow; so is
+    DERIVED_ONLY alone.  No access bit at all: local rights only."""
+    cdef uint64_t access = asked & UCXM_MEM_ACCESS_ALL
+    if default or (access == 0 and asked & UCXM_MEM_DERIVED_ONLY):
+        access = UCXM_MEM_ACCESS_LOCAL_READ | UCXM_MEM_ACCESS_REMOTE_GET
+        if writable:
+            access = UCXM_MEM_ACCESS_ALL
+        if not reg.md.attr.flags & UCXM_MD_FLAG_ATOMIC:
+            access &= ~UCXM_MEM_ACCESS_REMOTE_ATOMIC
+    elif access == 0:
+        access = UCXM_MEM_ACCESS_LOCAL_READ
+        if writable:
+            access |= UCXM_MEM_ACCESS_LOCAL_WRITE
+    reg.pub.flags = access | (asked & UCXM_MEM_DERIVED_ONLY)
+    reg.pub.grant = access
+
+
+cdef ucxm_status_t reg_check(md_t *md, reg_t *reg, bint writable,
+                             ucxm_error_t *error) noexcept nogil:
+    """What can be told without the device, for a Registration about to be made or adopted."""
+    cdef uint64_t grant = reg.pub.grant
+    cdef uint64_t writes = (UCXM_MEM_ACCESS_LOCAL_WRITE | UCXM_MEM_ACCESS_REMOTE_PUT |
+                            UCXM_MEM_ACCESS_REMOTE_ATOMIC)
+    if grant & writes and not writable:
+        return refuse(error, UCXM_ERR_ACCESS, "the buffer is read-only")
+    if reg.pub.length > UINT64_MAX - reg.pub.address:
+        return refuse(error, UCXM_ERR_INVALID_PARAM, "the range wraps around")
+    if not md.attr.flags & UCXM_MD_FLAG_REG:
+        return refuse(error, UCXM_ERR_UNSUPPORTED, "this domain does not register memory")
+    if reg.pub.adopt != NULL and not md.attr.flags & UCXM_MD_FLAG_NEED_MEMH:
+        return refuse(error, UCXM_ERR_UNSUPPORTED,
+                      "this domain has no native registrations to adopt")
+    if reg.pub.mem_type >= 64 or not md.attr.mem_types >> reg.pub.mem_type & 1:
+        return refuse(error, UCXM_ERR_UNSUPPORTED, "not a memory type of this domain")
+    if reg.pub.dmabuf_fd >= 0 and not md.attr.flags & UCXM_MD_FLAG_REG_DMABUF:
+        return refuse(error, UCXM_ERR_UNSUPPORTED, "this domain takes no dmabuf")
+    if reg.pub.flags & UCXM_MEM_DERIVED_ONLY and not md.attr.flags & UCXM_MD_FLAG_REG_DERIVED:
+        return refuse(error, UCXM_ERR_UNSUPPORTED, "DERIVED_ONLY, but this domain does not derive")
+    if grant & UCXM_MEM_ACCESS_REMOTE_ATOMIC and not md.attr.flags & UCXM_MD_FLAG_ATOMIC:
+        return refuse(error, UCXM_ERR_UNSUPPORTED, "this domain has no atomics")
+    if md.attr.max_reg and reg.pub.length > md.attr.max_reg:
+        return refuse(error, UCXM_ERR_EXCEEDS_LIMIT,
+                      "longer than what the domain registers at once (max_reg)")
+    if reg.pub.address % md.attr.reg_alignment and reg.pub.length:
+        return refuse(error, UCXM_ERR_INVALID_PARAM,
+                      "the address is not aligned as the domain wants it (reg_alignment)")
+    reg.pub.direct_rights = grant
+    if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
+        reg.pub.direct_rights = grant & ~UCXM_MEM_ACCESS_REMOTE
+        # Peers will write through derived keys, and the device must be able to.
+        if grant & (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_ATOMIC):
+            reg.pub.direct_rights |= UCXM_MEM_ACCESS_LOCAL_WRITE
+    return UCXM_OK

@@ -201,3 +201,19 @@ cdef void memh_drop(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:
         spin_unlock(&md.tree_lock)
     if not orphan:
         memh_put(memh)
+
+
+cdef ucxm_status_t dereg_check(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:
+    """Can the domain promise that no key of this handle works after its dereg?"""
+    cdef uint64_t rights = ucxm_memh_own(memh).rights
+    cdef uint64_t needs = 0
+    if memh.id.parent != NULL or load32(&memh.id.state) == UCXM_MEMH_CLOSED:
+        return UCXM_OK
+    if rights & (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_GET):
+        needs |= UCXM_MD_FLAG_INVALIDATE_RMA
+    if rights & UCXM_MEM_ACCESS_REMOTE_ATOMIC:
+        needs |= UCXM_MD_FLAG_INVALIDATE_AMO
+    if needs & ~md_of(memh).attr.flags:
+        return refuse(error, UCXM_ERR_UNSUPPORTED,
+                      "this domain cannot promise that no key works afterwards")
+    return UCXM_OK

@@ -129,11 +129,11 @@ cdef ucxm_status_t key_parse(const uint8_t *key, size_t length, size_t *size_p,
 
 cdef ucxm_status_t key_decode(md_t *md, const uint8_t *key, size_t size, ucxm_key_info_t *info,
                               ucxm_error_t *error) noexcept nogil:
-    """Check a parsed key's contents and read its header."""
+    """Check a parsed key's contents and read its header.  `md` NULL: of any component."""
     if get_le(key, UCXM_KEY_OFF_CRC, 4) != key_crc(key, size):
         error_text(error, "damaged: its checksum does not fit")
         return UCXM_ERR_MALFORMED_KEY
-    if get_le(key, UCXM_KEY_OFF_COMPONENT, 4) != md.component_id:
+    if md != NULL and get_le(key, UCXM_KEY_OFF_COMPONENT, 4) != md.component_id:
         error_text(error, "a key of another component")
         return UCXM_ERR_INVALID_PARAM
     info.key_id = get_le(key, UCXM_KEY_OFF_KEY_ID, 8)
@@ -375,3 +375,63 @@ cdef void rkeys_close(md_t *md) noexcept nogil:
                 md.ops.rkey_release(md.priv, &rkey.pub)
             store32(&rkey.state, RKEY_CLOSED)
             rkey = rkey.next
+
+
+cdef int rkey_compare(const rkey_t *one, const rkey_t *two) noexcept nogil:
+    """A total order by owner, key id and contents."""
+    cdef int order
+    if one == two:
+        return 0
+    order = memcmp(&one.pub.info.owner, &two.pub.info.owner, sizeof(ucxm_identity_t))
+    if order == 0:
+        order = memcmp(&one.pub.info.key_id, &two.pub.info.key_id, sizeof(uint64_t))
+    if order == 0:
+        order = (one.size > two.size) - (one.size < two.size)
+    if order == 0:
+        order = memcmp(one.key, two.key, one.size)
+    if order == 0:  # RAW keys have neither: tell the objects apart
+        order = 1 if <uintptr_t>one > <uintptr_t>two else -1
+    return (order > 0) - (order < 0)
+
+
+cdef ucxm_status_t rkey_ptr(rkey_t *rkey, uint64_t address, void **pointer,
+                            ucxm_error_t *error) noexcept nogil:
+    cdef md_t *md = rkey.md
+    cdef ucxm_status_t status = rkey_check(rkey)
+    if status != UCXM_OK:
+        return status
+    # An empty key has no native part, and there is nothing to point at.
+    if rkey.pub.info.length == 0 or address - rkey.pub.info.address > rkey.pub.info.length:
+        return UCXM_ERR_RANGE
+    status = md_enter(md)
+    if status == UCXM_OK:
+        status = md.ops.rkey_ptr(md.priv, &rkey.pub, address, pointer, error)
+        md_leave(md)
+    return status
+
+
+cdef ucxm_status_t peer_probe(md_t *md, const uint8_t *key, size_t length,
+                              ucxm_error_t *error) noexcept nogil:
+    """Unpack it anew, whatever is known of it, and keep nothing."""
+    cdef size_t size = 0
+    cdef rkey_t *rkey
+    cdef ucxm_status_t status = md_enter(md)
+    if status != UCXM_OK:
+        return status
+    status = key_parse(key, length, &size, error)
+    if status == UCXM_OK and not md.attr.flags & UCXM_MD_FLAG_NEED_RKEY:
+        status = refuse(error, UCXM_ERR_UNSUPPORTED, "this domain does not unpack keys")
+    if status == UCXM_OK:
+        rkey = rkey_alloc(md)
+        status = UCXM_ERR_NO_MEMORY
+        if rkey != NULL:
+            status = key_decode(md, key, size, &rkey.pub.info, error)
+            if status == UCXM_OK and rkey.pub.info.length != 0:
+                status = md.ops.rkey_unpack(
+                    md.priv, &rkey.pub, key + get_le(key, UCXM_KEY_OFF_HEADER_LEN, 1),
+                    get_le(key, UCXM_KEY_OFF_PAYLOAD_LEN, 2), False, error)
+                if status == UCXM_OK:
+                    md.ops.rkey_release(md.priv, &rkey.pub)
+            mem_free(rkey)
+    md_leave(md)
+    return status

@@ -78,7 +78,6 @@ cdef class Rkey:
         Raises UnsupportedError where remote memory cannot be mapped, RangeError.
         """
         cdef rkey_t *rkey = rkey_use(self, "ptr")
-        cdef md_t *md = rkey.md
         cdef uint64_t at = rkey.pub.info.address
         cdef void *pointer = NULL
         cdef ucxm_error_t error
@@ -86,40 +85,17 @@ cdef class Rkey:
         if address is not None:
             at = as_u64(address, "address", "ptr")
         memset(&error, 0, sizeof(error))
-        status = rkey_check(rkey)
-        # An empty key has no native part, and there is nothing to point at.
-        if status == UCXM_OK and (rkey.pub.info.length == 0 or
-                                  at - rkey.pub.info.address > rkey.pub.info.length):
-            status = UCXM_ERR_RANGE
-        if status == UCXM_OK:
-            rkey_get(rkey)  # the user may close it in another thread meanwhile
-            with nogil:
-                status = md_enter(md)
-                if status == UCXM_OK:
-                    status = md.ops.rkey_ptr(md.priv, &rkey.pub, at, &pointer, &error)
-                    md_leave(md)
-            rkey_put(rkey)
+        rkey_get(rkey)  # the user may close it in another thread meanwhile
+        with nogil:
+            status = rkey_ptr(rkey, at, &pointer, &error)
+        rkey_put(rkey)
         if status != UCXM_OK:
             raise rkey_failure(status, "ptr", rkey_use(self, "ptr"), &error, at, 0)
         return <uintptr_t>pointer
 
     def compare(self, other):
         """-1, 0 or 1: a total order of keys by owner, key id and contents (uct_rkey_compare)."""
-        cdef rkey_t *one = rkey_use(self, "compare")
-        cdef rkey_t *two = rkey_use(<Rkey?>other, "compare")
-        cdef int order
-        if one == two:
-            return 0
-        order = memcmp(&one.pub.info.owner, &two.pub.info.owner, sizeof(ucxm_identity_t))
-        if order == 0:
-            order = memcmp(&one.pub.info.key_id, &two.pub.info.key_id, sizeof(uint64_t))
-        if order == 0:
-            order = (one.size > two.size) - (one.size < two.size)
-        if order == 0:
-            order = memcmp(one.key, two.key, one.size)
-        if order == 0:  # RAW keys have neither: tell the objects apart
-            order = 1 if <uintptr_t>one > <uintptr_t>two else -1
-        return (order > 0) - (order < 0)
+        return rkey_compare(rkey_use(self, "compare"), rkey_use(<Rkey?>other, "compare"))
 
     def close(self):
         """Give the key back; legal while operations that use it are under way.  Again: nothing."""

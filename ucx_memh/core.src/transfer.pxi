@@ -1,6 +1,19 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # The operations that endpoints carry.
 
+cdef extern from "poll.h" nogil:
+    cdef struct pollfd:
+        int fd
+        short events
+        short revents
+    int poll(pollfd *fds, unsigned long count, int timeout)
+    const short POLLIN
+
+cdef enum:
+    SPIN_NS = 1000000       # busy polling before the thread sleeps
+    SLICE_NS = 20000000     # without the GIL, before signals are looked at
+
+
 cdef struct transfer_t:
     ucxm_op_t op       # first: what the backend sees
     md_t *md
@@ -11,6 +24,7 @@ cdef struct transfer_t:
     ucxm_memh_t *borrowed  # a registration for this transfer alone
     bint has_buffer
     Py_buffer buffer
+    ucxm_transfer_t *user  # an embedder's, who is told when it is done
 
 
 cdef ucxm_memh_t *ep_bound_leaf(ep_t *ep) noexcept nogil:
@@ -112,12 +126,45 @@ cdef ucxm_status_t transfer_borrow(transfer_t *transfer, uint64_t rights,
     return status
 
 
+cdef void transfer_tell(transfer_t *transfer) noexcept nogil:
+    """Tell the embedder, if it is his; from then on his memory is his own again."""
+    cdef ucxm_transfer_t *user = transfer.user
+    cdef ucxm_completion_t *comp
+    if user == NULL:
+        return
+    transfer.user = NULL
+    user.result = transfer.op.result
+    user.bytes_done = transfer.op.bytes_done
+    user.error = transfer.op.error
+    comp = &user.comp if user.comp.func != NULL else NULL
+    store32(<uint32_t *>&user.status, <uint32_t>transfer.status)
+    if comp != NULL:
+        comp.func(comp, transfer.status)
+
+
+cdef ucxm_status_t transfer_local_check(transfer_t *transfer, ucxm_memh_t *memh,
+                                        ucxm_error_t *error) noexcept nogil:
+    """Does the local handle cover what is moved, and allow it?"""
+    cdef const ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef uint64_t at = <uint64_t>transfer.op.local
+    if md_of(memh) != transfer.md:
+        return refuse(error, UCXM_ERR_INVALID_PARAM, "a local handle of another domain")
+    if not own.grant & (UCXM_MEM_ACCESS_LOCAL_WRITE if transfer.op.kind == UCXM_OP_GET
+                        else UCXM_MEM_ACCESS_LOCAL_READ):
+        return refuse(error, UCXM_ERR_ACCESS, "the local handle does not give this right")
+    if at < own.address or transfer.op.length > own.length or (
+            at - own.address > own.length - transfer.op.length):
+        return refuse(error, UCXM_ERR_RANGE, "outside the local handle's range")
+    return UCXM_OK
+
+
 cdef void transfer_complete(ucxm_op_t *op, ucxm_status_t status) noexcept nogil:
     cdef transfer_t *transfer = <transfer_t *>op
     cdef ep_t *ep = <ep_t *>op.ep
     transfer_unuse(transfer)
     transfer.status = status
     store32(&transfer.done, 1)
+    transfer_tell(transfer)
     ep_put(ep)
     transfer_put(transfer)
 
@@ -201,3 +248,34 @@ cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep,
             ep_put(ep)
     ep_leave(ep)
     return status
+
+
+cdef void transfer_wait(transfer_t *transfer, uint64_t until) noexcept nogil:
+    """Progress for a slice of time, or until it is done: first busily, then asleep if possible."""
+    cdef md_t *md = transfer.md
+    cdef uint64_t start = now_ns()
+    cdef uint64_t now = start
+    cdef pollfd event
+    cdef ucxm_error_t error
+    while not load32(&transfer.done):
+        if md_progress(md) != 0:
+            continue
+        now = now_ns()
+        if now >= until or now - start > SLICE_NS:
+            return
+        if now - start < SPIN_NS or not md.attr.flags & UCXM_MD_FLAG_EVENT_FD:
+            sched_yield()
+            continue
+        if md_enter(md) != UCXM_OK:
+            return
+        memset(&error, 0, sizeof(error))
+        event.fd = -1
+        event.events = POLLIN
+        event.revents = 0
+        if md.ops.event_fd(md.priv, &event.fd, &error) == UCXM_OK and (
+                md.ops.event_arm(md.priv, &error) == UCXM_OK):
+            md_leave(md)
+            if not load32(&transfer.done):
+                poll(&event, 1, 5)
+        else:
+            md_leave(md)

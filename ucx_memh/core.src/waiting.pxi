@@ -1,19 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Waiting for the device from Python: in slices without the GIL, with a look at signals between.
 
-cdef extern from "poll.h" nogil:
-    cdef struct pollfd:
-        int fd
-        short events
-        short revents
-    int poll(pollfd *fds, unsigned long count, int timeout)
-    const short POLLIN
-
-cdef enum:
-    SPIN_NS = 1000000       # busy polling before the thread sleeps
-    SLICE_NS = 20000000     # without the GIL, before signals are looked at
-
-
 cdef void call_unraisable(object callback, object argument) noexcept:
     """Call it; what it raises goes to sys.unraisablehook."""
     try:

@@ -35,25 +35,8 @@ extern "C" {
  */
 #define UCXM_BACKEND_ABI 1
 
-typedef struct ucxm_md ucxm_md_t; /* the core's, opaque */
-typedef struct ucxm_memh ucxm_memh_t;
 typedef struct ucxm_registration ucxm_registration_t;
-typedef struct ucxm_rkey ucxm_rkey_t;
-typedef struct ucxm_ep ucxm_ep_t;
 typedef struct ucxm_op ucxm_op_t;
-
-/* More about a failure than its status.  Zeroed by the core before the call. */
-typedef struct ucxm_error {
-    int32_t sys_errno;  /* 0 if no system call failed              */
-    uint32_t syndrome;  /* the device's own word, 0 if none        */
-    char text[112];     /* NUL-terminated, no line breaks          */
-} ucxm_error_t;
-
-/* Runs `func` exactly once, after the work is done, in whichever thread finds out. */
-typedef struct ucxm_completion ucxm_completion_t;
-struct ucxm_completion {
-    void (*func)(ucxm_completion_t *self, ucxm_status_t status);
-};
 
 /* ---- keys --------------------------------------------------------------- */
 
@@ -84,17 +67,6 @@ typedef struct ucxm_key_slot {
     uint8_t kind;   /* ucxm_key_kind_t                                     */
     uint16_t reserved;
 } ucxm_key_slot_t;
-
-/* The decoded envelope of a packed key, or what rkey_from_raw was told. */
-typedef struct ucxm_key_info {
-    uint64_t key_id;
-    uint64_t address;
-    uint64_t length;
-    uint32_t rights; /* UCXM_MEM_ACCESS_REMOTE_* */
-    uint16_t flags;  /* UCXM_KEY_FLAG_*          */
-    uint16_t reserved;
-    ucxm_identity_t owner;
-} ucxm_key_info_t;
 
 /* ---- objects, as far as a backend sees them ------------------------------ */
 
@@ -266,17 +238,6 @@ typedef struct ucxm_md_ops {
 
 
 /* ---- the data path ------------------------------------------------------- */
-
-#define UCXM_EP_IDLE      0 /* not connected */
-#define UCXM_EP_CONNECTED 1
-#define UCXM_EP_ERROR     2 /* operations give FLUSHED until reset() */
-
-typedef enum ucxm_op_kind {
-    UCXM_OP_GET,
-    UCXM_OP_PUT,
-    UCXM_OP_FETCH_ADD,
-    UCXM_OP_COMPARE_SWAP
-} ucxm_op_kind_t;
 
 /* One operation.  Lives from ep_post until `complete` has run. */
 struct ucxm_op {
