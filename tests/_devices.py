@@ -52,6 +52,7 @@ class Device:
     ended = "device.destroy_mkey"
     base_keys = True  # a base has revocable keys, too
     keeps_range = True  # it refuses what is outside of a derived key's range
+    direct_atomics = True  # it wants the registration's own atomic right below a derived key's
     slow = False  # it is emulated
 
     def opened(self, **config: object) -> AbstractContextManager[um.Md]:
@@ -98,3 +99,7 @@ class SoftwareDevice(Device):
 
     def regions(self, md: um.Md) -> int:
         return self.soft.stat("mrs.live")
+
+    def endings(self, md: um.Md) -> int:
+        """How many native keys the device was told to end."""
+        return self.soft.stat("cmd.destroy_mkey")

@@ -41,12 +41,16 @@ class SoftWindows(WindowDevice, SoftwareDevice):
     def where(self) -> Where:
         return Where("ib", {"library": software_library()})
 
+    def endings(self, md: um.Md) -> int:
+        return md.stats()[self.ended]
+
 
 class Rxe(WindowDevice):
     """The kernel's soft-RoCE: rights and revocation hold, the range of a window does not."""
 
     where = Where("ib", {}, SYSTEM, gid_index=1)
     keeps_range = False
+    direct_atomics = False
     slow = True
 
     def live(self) -> dict[str, int]:
