@@ -350,6 +350,7 @@ cdef struct ib_config_t:
     uint64_t max_msg     # bytes per work request, 0: the device's
     uint8_t atomic_right  # derived keys need the registration's own right for atomics
     uint8_t mw_bind      # which registrations may be bound to windows: IB_MW_BIND_*
+    uint8_t ask_state    # of queue pairs: not every driver makes an event of a refused peer
 
 cdef struct ib_md_t:
     ucxm_verbs_t *verbs

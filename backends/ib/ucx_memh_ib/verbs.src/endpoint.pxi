@@ -419,9 +419,8 @@ cdef uint32_t ib_ep_state(void *priv, ucxm_ep_t *pub) noexcept nogil:
         return ib_load32(&ep.state)
     now = ib_coarse_ns()
     if ep.asked or now != ep.asked_at:
-        if md.owns_context:
-            async_drain(md)
-        else:
+        async_drain(md)
+        if not md.owns_context or md.config.ask_state:
             qp_look(ep)
         ep.asked_at = now
     ep.asked = 1

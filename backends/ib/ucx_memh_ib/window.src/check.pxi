@@ -151,7 +151,9 @@ cdef void self_check(md_t *md) noexcept nogil:
     check_scratch(md, &scratch)
     scratch_drop(md, &scratch)
     control_up(md)
-    ib_drop_events(&md.ib)  # of the control queue pair's refusals
+    # Of the control queue pair's refusals.  rxe makes no events of its own.
+    ib_drop_events(&md.ib)
+    md.ib.config.ask_state = md.ib.counts.async_events == 0
     free(scratch.page)
     if not md.check.done:
         memset(md.check.range, 0, sizeof(md.check.range))

@@ -51,6 +51,7 @@ cdef ucxm_status_t md_setup(md_t *md, ucxm_verbs_t *verbs, ibv_context *context,
     status = ib_md_init(&md.ib, verbs, context, pd, owns_context, config, error)
     if status != UCXM_OK:
         return status
+    md.ib.config.ask_state = 1
     if md.caps & IBV_DEVICE_MEM_WINDOW == 0:
         md.ib.config.mw_bind = 0
         return UCXM_OK
