@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import ucx_memh as um
+from ucx_memh.config import literal
 
-__all__ = ["main"]
+__all__ = ["add_config", "config_of", "main"]
 
-SUBCOMMANDS = ("info", "demo")
+SUBCOMMANDS = {"info": "info", "demo": "demo", "check-device": "check"}  # and their modules
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ucx_memh", description=um.__doc__)
     parser.add_argument("--version", action="version", version=f"ucx_memh {um.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for name in SUBCOMMANDS:
-        if find_spec(f"{__name__}.{name}") is None:
+    for name, room in SUBCOMMANDS.items():
+        if find_spec(f"{__name__}.{room}") is None:
             continue
-        module = import_module(f"{__name__}.{name}")
+        module = import_module(f"{__name__}.{room}")
         text = module.__doc__ or ""
         subparser = subparsers.add_parser(
             name, help=text.partition("\n")[0].rstrip("."), description=text
@@ -49,6 +51,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return 130
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The option --config; config_of() reads it."""
+    parser.add_argument(
+        "--config",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="a setting of the component, as for open_md(); repeatable",
+    )
+
+
+def config_of(settings: Sequence[str]) -> dict[str, Any]:
+    """The configuration that those texts are; InvalidParamError: one is no KEY=VALUE."""
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, _ in pairs:
+        if not (key and equals):
+            raise um.InvalidParamError(f"--config wants KEY=VALUE, not {key!r}")
+    return {key: literal(value) for key, _, value in pairs}
 
 
 def _fail(error: Exception, status: int) -> int:

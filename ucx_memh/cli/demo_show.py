@@ -10,11 +10,16 @@ from dataclasses import dataclass, field
 
 import ucx_memh as um
 
-__all__ = ["MIB", "Show"]
+__all__ = ["MIB", "Show", "seconds_text"]
 
 MIB = 1 << 20
 SMALL = 4 * mmap.PAGESIZE  # the second size at which the costs are taken
 REPEAT = 20
+KEEPERS = {
+    um.Enforcement.ENFORCED: "kept by the device",
+    um.Enforcement.COOPERATIVE: "kept by the peers' own library, not by the device",
+    um.Enforcement.NONE: "kept by nobody",
+}
 
 
 @dataclass
@@ -36,6 +41,11 @@ class Show:
                 "This device is made of SOFTWARE: it speaks the vendor's commands and refuses "
                 "as the\nvendor's tables say, but its times are not a NIC's."
             )
+            self.say("")
+        table = attr.enforcement
+        promises = {"rights": table.rights, "range": table.range, "revocation": table.revoke}
+        for promise, row in promises.items():
+            self.say(f"{promise:<11} {KEEPERS[row.put]}")
         self.say("")
 
     def row(self, step: str, cost: str = "", sent: str = "", outcome: str = "") -> None:
@@ -48,21 +58,42 @@ class Show:
         result = action()
         seconds = time.perf_counter() - start
         sent = _sent(before, md.stats())
-        self.row(title, _seconds(seconds), sent or "no command", "grows with size" if grows else "")
+        self.row(
+            title, seconds_text(seconds), sent or "no command", "grows with size" if grows else ""
+        )
         return result
 
     def moved(self, title: str, result: dict) -> None:
         rate = result["bytes"] / max(result["seconds"], 1e-9) / 1e9
         self.row(
             title,
-            _seconds(result["seconds"]),
+            seconds_text(result["seconds"]),
             f"{result['bytes'] / MIB:.1f} MiB",
             f"{rate:.2f} GB/s",
         )
 
     def refusal(self, title: str, result: dict, status: str) -> None:
-        self.row(title, "", "", f"refused by {result['by']}: {result['status']}")
+        refused = result["status"] != "OK"
+        self.row(
+            title, "", "", f"refused by {result['by']}: {result['status']}" if refused else "done"
+        )
         self.expect(f"{title}: {status}", result["status"] == status)
+
+    def around(self, title: str, result: dict, claim: um.Enforcement) -> None:
+        """An access past the library that the key does not allow: as the domain claims it to be."""
+        if claim == um.Enforcement.ENFORCED:
+            self.refusal(title, result, "REMOTE_ACCESS")
+            return
+        done = result["status"] == "OK"
+        self.row(
+            title,
+            "",
+            "",
+            "let through by the device" if done else f"refused by the device: {result['status']}",
+        )
+        # Refusing is more than was promised, and so no broken promise.
+        kept = result["status"] in ("OK", "REMOTE_ACCESS")
+        self.expect(f"{title}: `enforcement` promises nothing there", kept)
 
     def expect(self, what: str, holds: bool) -> None:
         self.checks += 1
@@ -85,17 +116,17 @@ class Show:
         small, large = (_costs(md, memory, size) for size in sizes)
         for title in small:
             (one, sent), (two, sent_two) = small[title], large[title]
-            self.row(f"  {title}", _seconds(one), _seconds(two), sent)
+            self.row(f"  {title}", seconds_text(one), seconds_text(two), sent)
             if not title.startswith("register"):
                 self.expect(f"{title} sends the same commands at any size", sent == sent_two)
 
-    def verdict(self) -> int:
-        self.say("")
-        for failure in self.failures:
-            self.say(f"FAILED: {failure}")
+    def verdict(self) -> list[str]:
+        """The last lines."""
         good = self.checks - len(self.failures)
-        self.say(f"{good} of {self.checks} expectations hold")
-        return 1 if self.failures else 0
+        return [
+            *(f"FAILED: {failure}" for failure in self.failures),
+            f"{good} of {self.checks} expectations hold",
+        ]
 
     @contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[..., None]]:
@@ -153,7 +184,10 @@ def _costs(md: um.Md, memory: mmap.mmap, size: int) -> dict[str, tuple[float, st
 
 def _sent(before: dict[str, int], after: dict[str, int]) -> str:
     """Device commands between two stats()."""
-    commands = ("reg_mr", "dereg_mr", "create_mkey", "destroy_mkey")
+    commands = (
+        *("reg_mr", "dereg_mr", "create_mkey", "destroy_mkey"),
+        *("alloc_mw", "bind_mw", "local_inv", "dealloc_mw"),
+    )
     counts = {
         name.upper(): after.get(f"device.{name}", 0) - before.get(f"device.{name}", 0)
         for name in commands
@@ -161,7 +195,7 @@ def _sent(before: dict[str, int], after: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
-def _seconds(seconds: float) -> str:
+def seconds_text(seconds: float) -> str:
     for unit, scale in (("s", 1), ("ms", 1e3), ("us", 1e6)):
         if seconds * scale >= 1 or unit == "us":
             return f"{seconds * scale:.1f} {unit}"
