@@ -33,6 +33,13 @@ cdef extern from *:
     static inline uint64_t ucxm_fetch_add64(uint64_t *p, uint64_t v) {
         return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
     }
+    /* For what is written under a lock and read without. */
+    static inline void ucxm_bump32(uint32_t *p, uint32_t v) {
+        __atomic_store_n(p, *p + v, __ATOMIC_RELAXED);
+    }
+    static inline void ucxm_bump64(uint64_t *p, uint64_t v) {
+        __atomic_store_n(p, *p + v, __ATOMIC_RELAXED);
+    }
     static inline void *ucxm_load_ptr(void **p) {
         return __atomic_load_n(p, __ATOMIC_ACQUIRE);
     }
@@ -65,6 +72,8 @@ cdef extern from *:
     uint32_t sub32 "ucxm_sub32"(uint32_t *p, uint32_t v) noexcept nogil
     uint64_t load64 "ucxm_load64"(const uint64_t *p) noexcept nogil
     uint64_t fetch_add64 "ucxm_fetch_add64"(uint64_t *p, uint64_t v) noexcept nogil
+    void bump32 "ucxm_bump32"(uint32_t *p, uint32_t v) noexcept nogil
+    void bump64 "ucxm_bump64"(uint64_t *p, uint64_t v) noexcept nogil
     void *load_ptr "ucxm_load_ptr"(void **p) noexcept nogil
     void store_ptr "ucxm_store_ptr"(void **p, void *v) noexcept nogil
     ctypedef uint32_t spin_t "ucxm_spin_t"

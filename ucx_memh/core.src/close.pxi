@@ -117,13 +117,13 @@ cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
     while load32_sc(&md.users) != 0 and patience != 0:
         patience -= 1
         sched_yield()
-    if md.users != 0:
+    if load32(&md.users) != 0:
         error_text(error, "a call is under way in another thread, or this is one of its callbacks")
         status = UCXM_ERR_BUSY
-    elif md.live_bases or md.live_derived or md.live_endpoints:
+    elif load32(&md.live_bases) or load32(&md.live_derived) or load32(&md.live_endpoints):
         error_text(error, "handles or endpoints are live")
         status = UCXM_ERR_BUSY
-    elif md.live_rkeys and not force:
+    elif load32(&md.live_rkeys) and not force:
         error_text(error, "unpacked keys are in use")
         status = UCXM_ERR_BUSY
     else:  # one that came after the look above

@@ -78,7 +78,7 @@ cdef ucxm_status_t ep_open(md_t *md, ep_t **ep_p, ucxm_error_t *error) noexcept 
     if ep.next != NULL:
         ep.next.prev = ep
     md.endpoints = ep
-    md.live_endpoints += 1
+    bump32(&md.live_endpoints, 1)
     spin_unlock(&md.tree_lock)
     md_leave(md)
     ep_p[0] = ep
@@ -111,7 +111,7 @@ cdef ucxm_status_t ep_shut(ep_t *ep, ucxm_error_t *error) noexcept nogil:
         md.endpoints = ep.next
     if ep.next != NULL:
         ep.next.prev = ep.prev
-    md.live_endpoints -= 1
+    bump32(&md.live_endpoints, <uint32_t>-1)
     spin_unlock(&md.tree_lock)
     while load32_sc(&ep.users) != 0:
         sched_yield()  # a call that has begun before

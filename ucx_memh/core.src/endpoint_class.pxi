@@ -66,7 +66,7 @@ cdef class Operation:
         cdef transfer_t *transfer = self.transfer
         if transfer == NULL or transfer.md.epoch != fork_epoch:
             return
-        if transfer.refs == 1:
+        if load32(&transfer.refs) == 1:
             transfer_unuse(transfer)  # never posted, or completed: nobody else is there
         transfer_put(transfer)
 

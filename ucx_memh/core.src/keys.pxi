@@ -15,7 +15,8 @@ cdef void parked_done(ucxm_completion_t *self, ucxm_status_t status) noexcept no
     cdef md_t *md = parked.md
     pthread_mutex_lock(&md.key_lock)
     parked.state = PARKED_HELD if status != UCXM_OK else PARKED_NONE
-    md.parked_count -= status == UCXM_OK
+    if status == UCXM_OK:
+        bump32(&md.parked_count, <uint32_t>-1)
     pthread_mutex_unlock(&md.key_lock)
 
 
@@ -29,8 +30,8 @@ cdef void parked_put(md_t *md, ucxm_memh_t *memh, const ucxm_key_slot_t *slot) n
     md.parked[i].reg = memh.inherited.reg
     md.parked[i].slot = slot[0]
     md.parked[i].state = PARKED_HELD
-    md.parked_count += 1
-    md.counters.parked += 1
+    bump32(&md.parked_count, 1)
+    bump64(&md.counters.parked, 1)
 
 
 cdef ucxm_status_t parked_flush(md_t *md, const ucxm_registration_t *reg,
@@ -48,11 +49,11 @@ cdef ucxm_status_t parked_flush(md_t *md, const ucxm_registration_t *reg,
             continue
         status = UCXM_INPROGRESS
         if parked.state == PARKED_HELD:
-            md.counters.key_destroy += 1
+            bump64(&md.counters.key_destroy, 1)
             status = md.ops.key_destroy(md.priv, NULL, &parked.slot, &parked.done, error)
         if status == UCXM_OK:
             parked.state = PARKED_NONE
-            md.parked_count -= 1
+            bump32(&md.parked_count, <uint32_t>-1)
         else:
             if status == UCXM_INPROGRESS:
                 parked.state = PARKED_DYING
@@ -77,14 +78,14 @@ cdef ucxm_status_t placeholder_drop(md_t *md, ucxm_error_t *error) noexcept nogi
     if oldest.state == PARKED_DYING:
         return UCXM_INPROGRESS
     if oldest.state == PARKED_HELD:
-        md.counters.key_destroy += 1
+        bump64(&md.counters.key_destroy, 1)
         status = md.ops.key_destroy(md.priv, NULL, &oldest.slot, &oldest.done, error)
         if status != UCXM_OK:
             oldest.state = PARKED_DYING if status == UCXM_INPROGRESS else PARKED_HELD
             return status
     oldest.state = PARKED_NONE
     all.oldest = (all.oldest + 1) % all.size
-    all.count -= 1
+    bump32(&all.count, <uint32_t>-1)
     return UCXM_OK
 
 
@@ -128,11 +129,11 @@ cdef ucxm_status_t placeholder_make(md_t *md, ucxm_error_t *error) noexcept nogi
     placeholder.md = md
     placeholder.born = md.quarantine.pushed
     placeholder.slot.kind = UCXM_KEY_PLACEHOLDER
-    md.counters.key_create += 1
+    bump64(&md.counters.key_create, 1)
     status = md.ops.key_create(md.priv, NULL, &placeholder.slot, error)
     if status == UCXM_OK:
         placeholder.state = PARKED_HELD
-        all.count += 1
+        bump32(&all.count, 1)
     return status
 
 
@@ -168,7 +169,7 @@ cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, 
             break
         memset(&fresh, 0, sizeof(fresh))
         fresh.kind = kind
-        md.counters.key_create += 1
+        bump64(&md.counters.key_create, 1)
         status = md.ops.key_create(md.priv, memh, &fresh, error)
         if status != UCXM_OK:
             parked_flush(md, NULL, &ignored)
@@ -198,10 +199,10 @@ cdef ucxm_status_t keys_destroy(md_t *md, ucxm_memh_t *memh,
     for i in range(UCXM_SLOTS):
         if not own.slot[i].live:
             continue
-        md.counters.key_destroy += 1
+        bump64(&md.counters.key_destroy, 1)
         status = md.ops.key_destroy(md.priv, memh, &own.slot[i], &books.device_done, error)
         if status == UCXM_INPROGRESS:
-            books.pending = i + 1
+            store32(&books.pending, i + 1)
         if status != UCXM_OK:
             return status
         key_gone(md, &own.slot[i])

@@ -153,18 +153,18 @@ cdef void md_count(md_t *md, ucxm_md_stats_t *stats) noexcept nogil:
     cdef int i
     memset(stats, 0, sizeof(stats[0]))
     for i in range(STRIPES):
-        stats.rkey_hits += md.stripes[i].hits
-    stats.live_bases = md.live_bases
-    stats.live_derived = md.live_derived
-    stats.live_rkeys = md.live_rkeys
-    stats.live_endpoints = md.live_endpoints
-    stats.mem_reg = md.counters.mem_reg
-    stats.mem_dereg = md.counters.mem_dereg
-    stats.derive = md.counters.derive
-    stats.revoke = md.counters.revoke
-    stats.key_create = md.counters.key_create
-    stats.key_destroy = md.counters.key_destroy
-    stats.keys_parked = md.counters.parked
-    stats.keys_quarantined = md.quarantine.count
-    stats.rkey_misses = md.counters.rkey_misses
-    stats.transfers = md.counters.transfers
+        stats.rkey_hits += load64(&md.stripes[i].hits)
+    stats.live_bases = load32(&md.live_bases)
+    stats.live_derived = load32(&md.live_derived)
+    stats.live_rkeys = load32(&md.live_rkeys)
+    stats.live_endpoints = load32(&md.live_endpoints)
+    stats.mem_reg = load64(&md.counters.mem_reg)
+    stats.mem_dereg = load64(&md.counters.mem_dereg)
+    stats.derive = load64(&md.counters.derive)
+    stats.revoke = load64(&md.counters.revoke)
+    stats.key_create = load64(&md.counters.key_create)
+    stats.key_destroy = load64(&md.counters.key_destroy)
+    stats.keys_parked = load64(&md.counters.parked)
+    stats.keys_quarantined = load32(&md.quarantine.count)
+    stats.rkey_misses = load64(&md.counters.rkey_misses)
+    stats.transfers = load64(&md.counters.transfers)

@@ -407,8 +407,8 @@ cdef class Md:
             "key_create": stats.key_create,
             "key_destroy": stats.key_destroy,
             "keys_parked": stats.keys_parked,
-            "keys_parked_now": md.parked_count,
-            "key_placeholders": md.placeholders.count,
+            "keys_parked_now": load32(&md.parked_count),
+            "key_placeholders": load32(&md.placeholders.count),
             "keys_quarantined": stats.keys_quarantined,
             "rkey_hits": stats.rkey_hits,
             "rkey_misses": stats.rkey_misses,
@@ -486,6 +486,6 @@ cdef class Md:
             PyErr_CheckSignals()
         if status != UCXM_OK:
             raise failure(status, "md_close", md, &error, {
-                "bases": md.live_bases, "derived": md.live_derived, "rkeys": md.live_rkeys,
-                "endpoints": md.live_endpoints,
+                "bases": load32(&md.live_bases), "derived": load32(&md.live_derived),
+                "rkeys": load32(&md.live_rkeys), "endpoints": load32(&md.live_endpoints),
             } if status == UCXM_ERR_BUSY else {})

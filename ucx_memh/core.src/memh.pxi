@@ -96,11 +96,11 @@ cdef void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     cdef ucxm_memh_t **head
     if memh.id.parent != NULL:
         head = &books_of(memh.id.parent).children
-        books_of(memh.id.parent).live_children += 1
-        md.live_derived += 1
+        bump32(&books_of(memh.id.parent).live_children, 1)
+        bump32(&md.live_derived, 1)
     else:
         head = &md.bases
-        md.live_bases += 1
+        bump32(&md.live_bases, 1)
     books.prev = NULL
     books.next = head[0]
     if head[0] != NULL:
@@ -114,11 +114,11 @@ cdef void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     cdef ucxm_memh_t **head
     if memh.id.parent != NULL:
         head = &books_of(memh.id.parent).children
-        books_of(memh.id.parent).live_children -= 1
-        md.live_derived -= 1
+        bump32(&books_of(memh.id.parent).live_children, <uint32_t>-1)
+        bump32(&md.live_derived, <uint32_t>-1)
     else:
         head = &md.bases
-        md.live_bases -= 1
+        bump32(&md.live_bases, <uint32_t>-1)
     if books.prev != NULL:
         books_of(books.prev).next = books.next
     else:
@@ -256,7 +256,7 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
             status = ep_check(<ep_t *>ep)
         if status == UCXM_OK:
             memh_link(md, memh)
-            md.counters.derive += 1
+            bump64(&md.counters.derive, 1)
             if ep != NULL:
                 (<ep_t *>ep).bound += 1
                 add32(&(<ep_t *>ep).refs, 1)

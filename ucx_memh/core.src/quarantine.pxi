@@ -88,7 +88,7 @@ cdef void quarantine_push(quarantine_t *q, uint32_t value) noexcept nogil:
         q.oldest = (q.oldest + 1) % q.size
     else:
         q.ring[(q.oldest + q.count) % q.size] = value
-        q.count += 1
+        bump32(&q.count, 1)
     if value == 0:
         q.zeros = 1
     else:

@@ -18,10 +18,11 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
     """Take the handle for destruction, or say why not; then nothing has changed."""
     cdef books_t *books = books_of(memh)
     cdef ucxm_status_t status = UCXM_OK
-    cdef uint32_t state
+    cdef uint32_t state, pending
     while True:
         spin_lock(&md.tree_lock)
-        if load32(&books.pending) != AT_WORK:
+        pending = load32(&books.pending)
+        if pending != AT_WORK:
             break
         spin_unlock(&md.tree_lock)
         sched_yield()  # the other thread is done after one device command
@@ -32,7 +33,7 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
     elif not closing and memh.id.parent == NULL:
         error_text(error, "a base's direct key dies only with its registration: use dereg")
         status = UCXM_ERR_INVALID_PARAM
-    elif books.pending != 0:
+    elif pending != 0:
         error_text(error, "its revocation is under way")
         status = UCXM_ERR_BUSY
     elif books_of(memh).children != NULL:
@@ -67,7 +68,7 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
     spin_lock(&md.tree_lock)
     if status == UCXM_OK:
         if memh.id.state == UCXM_MEMH_REVOKING:
-            md.counters.revoke += memh.id.parent != NULL
+            bump64(&md.counters.revoke, memh.id.parent != NULL)
             memh_unlink(md, memh)
             if own.ep != NULL:
                 (<ep_t *>own.ep).bound -= 1

@@ -248,7 +248,7 @@ cdef inline rkey_t *rkey_hit(md_t *md, const uint8_t *key, size_t size) noexcept
     rkey = rkey_find(md.buckets[bucket], key_id, key, size)
     if rkey != NULL:
         rkey_get(rkey)
-        stripe.hits += 1
+        bump64(&stripe.hits, 1)
     spin_unlock(&stripe.lock)
     return rkey
 

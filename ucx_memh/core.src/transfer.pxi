@@ -52,6 +52,7 @@ cdef transfer_t *transfer_alloc(md_t *md) noexcept nogil:
     cdef transfer_t *transfer = <transfer_t *>alloc_zeroed(sizeof(transfer_t))
     if transfer == NULL:
         return NULL
+    md_get(md)  # the user may let go of all else first
     transfer.md = md
     transfer.refs = 1
     transfer.op.complete = transfer_complete
@@ -64,11 +65,13 @@ cdef void transfer_release_buffer(transfer_t *transfer) noexcept with gil:
 
 
 cdef void transfer_put(transfer_t *transfer) noexcept nogil:
+    cdef md_t *md = transfer.md
     if sub32(&transfer.refs, 1) != 0:
         return
     if transfer.has_buffer:
         transfer_release_buffer(transfer)
     mem_free(transfer)
+    md_put(md)
 
 
 cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcept nogil:

@@ -55,6 +55,15 @@ cdef extern from *:
     static inline uint32_t fake_add32(uint32_t *p, uint32_t n) {
         return __atomic_add_fetch(p, n, __ATOMIC_ACQ_REL);
     }
+    static inline uint64_t fake_load64(const uint64_t *p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline uint32_t fake_load32(const uint32_t *p) {
+        return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+    }
+    static inline void fake_store32(uint32_t *p, uint32_t value) {
+        __atomic_store_n(p, value, __ATOMIC_RELEASE);
+    }
     static inline uint64_t fake_fetch_add(void *p, uint64_t n) {
         return __atomic_fetch_add((uint64_t *)p, n, __ATOMIC_SEQ_CST);
     }
@@ -88,6 +97,9 @@ cdef extern from *:
     int pthread_mutex_unlock(pthread_mutex_t *mutex) nogil
     pthread_mutex_t WIRE "fake_wire"
     uint64_t add64 "fake_add64"(uint64_t *p, uint64_t n) nogil
+    uint64_t load64 "fake_load64"(const uint64_t *p) noexcept nogil
+    uint32_t load32 "fake_load32"(const uint32_t *p) noexcept nogil
+    void store32 "fake_store32"(uint32_t *p, uint32_t value) noexcept nogil
     uint32_t add32 "fake_add32"(uint32_t *p, uint32_t n) nogil
     uint64_t fetch_add "fake_fetch_add"(void *p, uint64_t n) nogil
     uint64_t compare_swap "fake_compare_swap"(void *p, uint64_t expect, uint64_t value) nogil
@@ -162,6 +174,18 @@ cdef enum:
     DESTROY_PROGRESS   # ... at the next progress()
     DESTROY_MANUAL     # ... when the test says so
 
+# What a device says that it enforces, and does not.
+cdef enum:
+    LIE_RIGHTS = 1
+    LIE_RANGE = 2
+    LIE_REVOKE = 4
+    LIE_IN_FLIGHT = 8  # what was posted before a revocation goes on after it
+    LIE_ENDPOINT = 16
+    LIE_GUESS = 32     # a value that is no key's passes for one
+
+cdef dict LIES = {"rights": LIE_RIGHTS, "range": LIE_RANGE, "revoke": LIE_REVOKE,
+                  "in_flight": LIE_IN_FLIGHT, "endpoint": LIE_ENDPOINT, "guess": LIE_GUESS}
+
 cdef struct fault_t:
     int op
     uint64_t after
@@ -211,6 +235,8 @@ cdef struct fake_t:
     bint connectionless
     bint python
     bint placeholders
+    uint32_t lies
+    int claim
 
     uint64_t counter[OPS]
     uint64_t gil_held[OPS]
@@ -222,8 +248,9 @@ cdef struct fake_t:
     uint32_t next_value
     uint32_t next_direct
     key_t *keys
+    key_t *ghosts           # destroyed ones that a liar still serves
     ucxm_op_t *flight       # oldest first
-    bint held
+    uint32_t held
     int event
     uint32_t inside_keys    # threads in key_create or key_destroy
     const char *violation[VIOLATIONS]
@@ -263,6 +290,10 @@ cdef void fake_put(fake_t *dev) noexcept nogil:
     while dev.keys != NULL:
         key = dev.keys
         dev.keys = key.next
+        free(key)
+    while dev.ghosts != NULL:
+        key = dev.ghosts
+        dev.ghosts = key.next
         free(key)
     if dev.event >= 0:
         close_fd(dev.event)
@@ -448,6 +479,7 @@ cdef void key_add(fake_t *dev, key_t *key) noexcept nogil:
 cdef bint key_remove(fake_t *dev, key_t *key) noexcept nogil:
     """Destroy it: after this nothing goes through it.  False: it was not there."""
     cdef key_t **at
+    cdef key_t *ghost
     cdef bint found
     pthread_mutex_lock(&dev.lock)
     at = &dev.keys
@@ -456,6 +488,13 @@ cdef bint key_remove(fake_t *dev, key_t *key) noexcept nogil:
     found = at[0] != NULL
     if found:
         at[0] = key.next
+        # A direct key goes with its memory, which nobody must touch then.
+        if dev.lies & (LIE_REVOKE | LIE_IN_FLIGHT) and key.kind != UCXM_KEY_DIRECT:
+            ghost = <key_t *>malloc(sizeof(key_t))
+            if ghost != NULL:
+                ghost[0] = key[0]
+                ghost.next = dev.ghosts
+                dev.ghosts = ghost
     pthread_mutex_unlock(&dev.lock)
     return found
 
@@ -551,7 +590,7 @@ cdef ucxm_status_t fake_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key
         own = ucxm_memh_own(memh)
         check_tails(dev, memh)
         # A revocation may begin at any moment; it waits for us before it destroys the key.
-        if memh.id.state > UCXM_MEMH_REVOKING:
+        if load32(&memh.id.state) > UCXM_MEMH_REVOKING:
             violate(dev, "key_create: the handle is not live")
         if own.length == 0:
             violate(dev, "key_create: for an empty range")
@@ -591,7 +630,7 @@ cdef ucxm_status_t fake_key_destroy(void *priv, const ucxm_memh_t *memh, ucxm_ke
     status = enter(dev, OP_KEY_DESTROY, error)
     if memh != NULL:  # NULL: a key that never came to a handle
         check_tails(dev, memh)
-        if memh.id.parent != NULL and memh.id.state != UCXM_MEMH_REVOKING:
+        if memh.id.parent != NULL and load32(&memh.id.state) != UCXM_MEMH_REVOKING:
             violate(dev, "key_destroy: the handle is not being revoked")
     pthread_mutex_lock(&dev.lock)
     key = dev.keys
@@ -732,7 +771,35 @@ cdef ucxm_status_t fake_rkey_ptr(void *priv, const ucxm_rkey_t *rkey, uint64_t a
 
 # ---- the device's side of an access ---------------------------------------------------------
 
-cdef ucxm_status_t device_access(fake_t *target, uint32_t value, uint64_t endpoint,
+cdef const key_t *key_find(const key_t *key, uint32_t value) noexcept nogil:
+    """The target is locked."""
+    while key != NULL and key.value != value:
+        key = key.next
+    return key
+
+
+cdef const key_t *liars_key(const fake_t *target, uint32_t value, uint64_t right,
+                            bint begun) noexcept nogil:
+    """What a liar serves an access with whose key is not in its table."""
+    cdef const key_t *key = NULL
+    if target.lies & LIE_REVOKE or begun and target.lies & LIE_IN_FLIGHT:
+        key = key_find(target.ghosts, value)
+    if key == NULL and target.lies & LIE_GUESS:
+        key = target.keys
+        while key != NULL and not key.rights & right:
+            key = key.next
+    return key
+
+
+cdef bint key_live(fake_t *target, uint32_t value) noexcept nogil:
+    cdef bint live
+    pthread_mutex_lock(&target.lock)
+    live = key_find(target.keys, value) != NULL
+    pthread_mutex_unlock(&target.lock)
+    return live
+
+
+cdef ucxm_status_t device_access(fake_t *target, uint32_t value, bint begun, uint64_t endpoint,
                                  ucxm_op_kind_t kind, uint64_t address, void *local,
                                  uint64_t offset, uint64_t length, uint64_t limit,
                                  uint64_t operand, uint64_t compare, uint64_t *result,
@@ -742,6 +809,7 @@ cdef ucxm_status_t device_access(fake_t *target, uint32_t value, uint64_t endpoi
     The key table is locked meanwhile, so a key whose destruction has returned lets no byte pass.
     """
     cdef uint64_t right
+    cdef uint32_t lies = target.lies
     cdef const key_t *key
     cdef ucxm_status_t status = UCXM_ERR_REMOTE_ACCESS
     cdef uint64_t n = length - offset
@@ -753,14 +821,15 @@ cdef ucxm_status_t device_access(fake_t *target, uint32_t value, uint64_t endpoi
     else:
         right = UCXM_MEM_ACCESS_REMOTE_ATOMIC
     pthread_mutex_lock(&target.lock)
-    key = target.keys
-    while key != NULL and key.value != value:
-        key = key.next
+    key = key_find(target.keys, value)
+    if key == NULL:
+        key = liars_key(target, value, right, begun)
     if target.closed:
         status = UCXM_ERR_PEER_GONE
-    elif (key != NULL and key.rights & right and address >= key.address and
-            length <= key.length and address - key.address <= key.length - length and
-            (key.endpoint == 0 or key.endpoint == endpoint)):
+    elif (key != NULL and (lies & LIE_RIGHTS or key.rights & right) and
+            (lies & LIE_RANGE or address >= key.address and length <= key.length and
+             address - key.address <= key.length - length) and
+            (lies & LIE_ENDPOINT or key.endpoint == 0 or key.endpoint == endpoint)):
         status = UCXM_OK
         if n > limit:
             n = limit
@@ -781,7 +850,8 @@ cdef ucxm_status_t device_access(fake_t *target, uint32_t value, uint64_t endpoi
 
 
 # ---- data path ------------------------------------------------------------------------------
-# Of an operation's scratch: [0] bytes moved, [1] the next in flight.
+# Of an operation's scratch: [0] bytes moved, [1] the next in flight, [2] its key was live when it
+# was posted.
 
 cdef fep_t *fep_find(uint64_t id) noexcept nogil:
     """WIRE is held."""
@@ -955,6 +1025,7 @@ cdef bint run(fake_t *dev, ucxm_op_t *op, uint64_t limit) noexcept nogil:
     cdef frkey_t *rkey = <frkey_t *>op.rkey.priv
     cdef fep_t *ep = fep_of(op.ep)
     cdef bint atomic = op.kind != UCXM_OP_GET and op.kind != UCXM_OP_PUT
+    cdef uint32_t value = rkey.atomic if atomic and rkey.atomic != 0 else rkey.rma
     cdef uint64_t moved = 0, left = 0, endpoint
     cdef ucxm_status_t status, fault
     if fep_state(ep) != UCXM_EP_CONNECTED:
@@ -969,9 +1040,8 @@ cdef bint run(fake_t *dev, ucxm_op_t *op, uint64_t limit) noexcept nogil:
     pthread_mutex_unlock(&WIRE)
     add64(&dev.counter[OP_TRANSFER], 1)
     status = device_access(
-        rkey.target, rkey.atomic if atomic and rkey.atomic != 0 else rkey.rma, endpoint, op.kind,
-        op.remote_address, op.local, op.scratch[0], op.length, limit, op.operand, op.compare,
-        &op.result, &moved)
+        rkey.target, value, op.scratch[2] != 0, endpoint, op.kind, op.remote_address, op.local,
+        op.scratch[0], op.length, limit, op.operand, op.compare, &op.result, &moved)
     op.scratch[0] += moved
     if fault != UCXM_OK:
         status = fault
@@ -1061,7 +1131,9 @@ cdef ucxm_status_t fake_ep_post(void *priv, ucxm_ep_t *ep, ucxm_op_t *op,
         say(error, "fake: not connected")
         return UCXM_ERR_INVALID_PARAM
     op.scratch[0] = 0
-    if dev.deferred or dev.held:
+    op.scratch[2] = key_live(
+        (<frkey_t *>op.rkey.priv).target, (<frkey_t *>op.rkey.priv).rma)
+    if dev.deferred or load32(&dev.held):
         flight_put(dev, op, False)
         fake_event_set(dev.event)
     elif not run(dev, op, <uint64_t>-1):
@@ -1078,7 +1150,7 @@ cdef unsigned fake_progress(void *priv) noexcept nogil:
     fake_event_clear(dev.event)
     if dev.destroy_mode == DESTROY_PROGRESS:
         done = destroys_complete(dev, <uint64_t>-1, UCXM_OK)
-    if not dev.held:
+    if not load32(&dev.held):
         done += flight_run(dev, <uint64_t>-1, <uint64_t>-1)
     return done
 
@@ -1099,7 +1171,7 @@ cdef ucxm_status_t fake_event_arm(void *priv, ucxm_error_t *error) noexcept nogi
     if status != UCXM_OK:
         return status
     pthread_mutex_lock(&dev.lock)
-    work = dev.flight != NULL and not dev.held
+    work = dev.flight != NULL and not load32(&dev.held)
     key = dev.keys
     while key != NULL and dev.destroy_mode == DESTROY_PROGRESS:
         work = work or key.dying
@@ -1117,7 +1189,7 @@ cdef void fake_mem_enforcement(void *priv, const ucxm_memh_t *memh,
     cdef fake_t *dev = <fake_t *>priv
     count(dev, OP_MEM_ENFORCEMENT)
     check_tails(dev, memh)
-    memset(enforcement, UCXM_ENFORCE_ENFORCED, sizeof(enforcement[0]))
+    memset(enforcement, dev.claim, sizeof(enforcement[0]))
     if memh.id.parent == NULL:
         memset(enforcement.revoke, UCXM_ENFORCE_NONE, sizeof(enforcement.revoke))
 
@@ -1127,7 +1199,7 @@ cdef void fake_stat(void *priv, unsigned index, const char **name,
     cdef fake_t *dev = <fake_t *>priv
     if index < OPS:
         name[0] = STAT_NAMES[index]
-        value[0] = dev.counter[index]
+        value[0] = load64(&dev.counter[index])
     else:
         name[0] = NULL
 
@@ -1324,11 +1396,11 @@ cdef class FakeDevice:
     @property
     def counts(self):
         """How often each operation was called, by name; `transfer` counts accesses to memory."""
-        return {NAMES[i].decode(): self.dev.counter[i] for i in range(OPS)}
+        return {NAMES[i].decode(): load64(&self.dev.counter[i]) for i in range(OPS)}
 
     def count(self, str op):
         """How often one operation was called."""
-        return self.dev.counter[op_index(op)]
+        return load64(&self.dev.counter[<int>op_index(op)])
 
     def gil_held(self, str op):
         """How often it was called by a thread that held the GIL."""
@@ -1481,12 +1553,12 @@ cdef class FakeDevice:
 
     def hold(self):
         """Keep what is posted from now on in flight; progress() does not move it."""
-        self.dev.held = True
+        store32(&self.dev.held, 1)
 
     def release(self):
         """Stop holding and let all that is in flight happen; returns how many completed."""
         cdef unsigned done
-        self.dev.held = False
+        store32(&self.dev.held, 0)
         with nogil:
             done = flight_run(self.dev, <uint64_t>-1, <uint64_t>-1)
         return done
@@ -1526,7 +1598,7 @@ cdef class FakeDevice:
             length = 8
         local = PyBytes_AS_STRING(buffer)
         with nogil:
-            status = device_access(self.dev, value, endpoint, kind, address, local, 0, length,
+            status = device_access(self.dev, value, False, endpoint, kind, address, local, 0, length,
                                    length, operand, compare, &old, &moved)
         if status != UCXM_OK or kind == UCXM_OP_PUT:
             return status, None
@@ -1542,7 +1614,8 @@ def open_fake(
     size_t bounce_size=0, uint32_t quarantine=64, bint software=True, bint python=False,
     bint fast_reg=False, bint placeholders=False, size_t tail_inherit_size=0,
     size_t tail_own_size=0, destroy="now", bint deferred=False, bint connectionless=False,
-    without_ops=(), stub_ops=(), abi=None, ops_size=0, ep_ops_size=0, attr_size=0,
+    lies=(), int claim=UCXM_ENFORCE_ENFORCED, without_ops=(), stub_ops=(), abi=None,
+    ops_size=0, ep_ops_size=0, attr_size=0,
 ):
     """Open a fake device: returns (Md, FakeDevice).
 
@@ -1556,6 +1629,9 @@ def open_fake(
     the next progress) or "manual" (by FakeDevice.complete); `deferred` moves data in progress()
     only; `connectionless` needs no ep.connect().  `payload_length` is what a key's payload really
     has, should that differ from `rkey_packed_size`.
+
+    `lies` names what it does not enforce ("rights", "range", "revoke", "in_flight", "endpoint",
+    "guess"), whatever it claims; `claim` is the Enforcement that it claims for everything.
 
     What it was compiled with: `abi`, and `ops_size`, `ep_ops_size`, `attr_size`, bytes to add to
     the sizes that the tables state (a newer header) or, below zero, to take away (an older one).
@@ -1577,6 +1653,9 @@ def open_fake(
                         "manual": DESTROY_MANUAL}[destroy]
     dev.deferred = deferred
     dev.connectionless = connectionless
+    for lie in lies:
+        dev.lies |= <uint32_t>LIES[lie]
+    dev.claim = claim
     dev.python = python
     dev.max_reg = max_reg
     dev.mem_types = mem_types
@@ -1609,7 +1688,7 @@ def open_fake(
     attr.python = python
     attr.fast_reg = fast_reg
     attr.placeholders = dev.placeholders = placeholders
-    memset(&attr.enforcement, UCXM_ENFORCE_ENFORCED, sizeof(attr.enforcement))
+    memset(&attr.enforcement, claim, sizeof(attr.enforcement))
     name = component.encode()[:sizeof(attr.component) - 1]
     memcpy(attr.component, <const char *>name, len(name))
     name = md_name.encode()[:sizeof(attr.md_name) - 1]
