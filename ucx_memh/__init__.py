@@ -20,11 +20,16 @@ from ucx_memh.resources import (
 )
 
 if TYPE_CHECKING:
+    from ucx_memh.bundle import Bundle, BundleMemh, BundleRkey
     from ucx_memh.core import Endpoint, Md, Memh, Operation, Rkey
 
 _CORE = ("Endpoint", "Md", "Memh", "Operation", "Rkey")
+_BUNDLE = ("Bundle", "BundleMemh", "BundleRkey")
 
 __all__ = [
+    "Bundle",
+    "BundleMemh",
+    "BundleRkey",
     "Component",
     "ComponentInfo",
     "Endpoint",
@@ -101,6 +106,10 @@ def __getattr__(name: str) -> object:
         from ucx_memh import core
 
         return getattr(core, name)
+    if name in _BUNDLE:
+        from ucx_memh import bundle
+
+        return getattr(bundle, name)
     if name == "__version__":  # pyproject.toml is the one place that says it
         from importlib.metadata import version
 

@@ -88,21 +88,24 @@ cdef ucxm_status_t bundle_parse(const uint8_t *block, size_t length, size_t *tot
 
 
 cdef void bundle_part(ucxm_md_t *const *mds, size_t count, const uint8_t *key, size_t length,
-                      ucxm_rkey_t **rkeys, ucxm_status_t *status) noexcept nogil:
+                      ucxm_rkey_t **rkeys, ucxm_status_t *status,
+                      ucxm_error_t *why) noexcept nogil:
     """Give one part to the first domain of its component that takes it and has none yet."""
     cdef uint64_t component = get_le(key, UCXM_KEY_OFF_COMPONENT, 4)
     cdef size_t i
     for i in range(count):
         if rkeys[i] != NULL or (<md_t *>mds[i]).component_id != component:
             continue
-        status[i] = ucxm_rkey_unpack(mds[i], key, length, &rkeys[i], NULL)
+        status[i] = ucxm_rkey_unpack(mds[i], key, length, &rkeys[i],
+                                     &why[i] if why != NULL else NULL)
         if status[i] == UCXM_OK:
             return
 
 
-cdef ucxm_status_t ucxm_bundle_unpack(ucxm_md_t *const *mds, size_t count, const void *block,
+cdef ucxm_status_t bundle_unpack_each(ucxm_md_t *const *mds, size_t count, const void *block,
                                       size_t length, ucxm_rkey_t **rkeys, ucxm_status_t *status,
-                                      ucxm_error_t *error) noexcept nogil:
+                                      ucxm_error_t *why, ucxm_error_t *error) noexcept nogil:
+    """ucxm_bundle_unpack; `why` (may be NULL) has room for each domain's own reason."""
     cdef const uint8_t *bytes = <const uint8_t *>block
     cdef ucxm_status_t each[UCXM_BUNDLE_MAX]
     cdef ucxm_status_t result
@@ -124,7 +127,7 @@ cdef ucxm_status_t ucxm_bundle_unpack(ucxm_md_t *const *mds, size_t count, const
             size = get_le(bytes + at, UCXM_KEY_OFF_TOTAL_LEN, 2)
             result = UCXM_OK if UCXM_KEY_HEADER_SIZE <= size <= total - at else result
         elif result == UCXM_OK:
-            bundle_part(mds, count, bytes + at, size, rkeys, each)
+            bundle_part(mds, count, bytes + at, size, rkeys, each, why)
         if result != UCXM_OK:
             break
         at += size
@@ -155,3 +158,114 @@ cdef ucxm_status_t bundle_result(ucxm_rkey_t *const *rkeys, size_t count,
             result = each[i]
     error_text(error, "none of its parts is for one of these domains, or can be unpacked here")
     return result
+
+
+cdef ucxm_status_t ucxm_bundle_unpack(ucxm_md_t *const *mds, size_t count, const void *block,
+                                      size_t length, ucxm_rkey_t **rkeys, ucxm_status_t *status,
+                                      ucxm_error_t *error) noexcept nogil:
+    return bundle_unpack_each(mds, count, block, length, rkeys, status, NULL, error)
+
+
+# ---- the same block from Python (ucx_memh/bundle.py) ----
+
+cdef size_t bundle_memhs(list memhs, ucxm_memh_t **pointers) except? 0xffff:
+    cdef size_t i
+    if len(memhs) > UCXM_BUNDLE_MAX:
+        raise _errors.InvalidParamError(f"more than {UCXM_BUNDLE_MAX} handles", op="bundle_pack")
+    for i in range(<size_t>len(memhs)):
+        pointers[i] = (<Memh?>memhs[i]).memh
+    return len(memhs)
+
+
+cdef uint32_t bundle_flags(object flags) except? 0xffff:
+    cdef uint64_t wanted = as_u64(flags, "flags", "bundle_pack")
+    if wanted > 0xffffffff:
+        raise _errors.InvalidParamError("unknown pack flags", op="bundle_pack")
+    return <uint32_t>wanted
+
+
+def bundle_pack(list memhs, flags=0):
+    """One block with the packed key of each handle, at most 16 of them; ucxm_bundle_pack's bytes.
+
+    Raises what Memh.mkey_pack raises, for the first that cannot be packed.
+    """
+    cdef ucxm_memh_t *pointers[UCXM_BUNDLE_MAX]
+    cdef uint32_t wanted = bundle_flags(flags)
+    cdef size_t count = bundle_memhs(memhs, pointers)
+    cdef size_t length = 0
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    cdef bytes block
+    with nogil:
+        status = ucxm_bundle_pack(pointers, count, wanted, NULL, &length, &error)
+    if status == UCXM_OK:
+        block = PyBytes_FromStringAndSize(NULL, length)
+        status = ucxm_bundle_pack(pointers, count, wanted, <char *>block, &length, &error)
+    if status != UCXM_OK:
+        raise _errors.error_from_status(status, "bundle_pack", "",
+                                        error.text.decode("utf-8", "replace"))
+    return block
+
+
+def bundle_pack_into(list memhs, buffer, flags=0):
+    """Like bundle_pack, into a writable buffer; returns the number of bytes.
+
+    Raises InvalidParamError (status BUFFER_TOO_SMALL), having written nothing, if it is too short.
+    """
+    cdef ucxm_memh_t *pointers[UCXM_BUNDLE_MAX]
+    cdef uint32_t wanted = bundle_flags(flags)
+    cdef size_t count = bundle_memhs(memhs, pointers)
+    cdef Py_buffer view
+    cdef size_t length
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    get_buffer(buffer, &view, True, "bundle_pack_into")
+    length = view.len
+    with nogil:
+        status = ucxm_bundle_pack(pointers, count, wanted, view.buf, &length, &error)
+    PyBuffer_Release(&view)
+    if status == UCXM_ERR_BUFFER_TOO_SMALL:
+        raise _errors.error_from_status(status, "bundle_pack_into", "",
+                                        f"the block needs {length} bytes")
+    if status != UCXM_OK:
+        raise _errors.error_from_status(status, "bundle_pack_into", "",
+                                        error.text.decode("utf-8", "replace"))
+    return length
+
+
+def bundle_unpack(list mds, block):
+    """For each domain its Rkey, or the exception that says why it has none.
+
+    Parts that no domain knows are skipped.  Raises UnreachableError or the reason of one if none
+    could be unpacked, MalformedKeyError, KeyVersionError.  Not a byte beyond `len(block)` is read.
+    """
+    cdef ucxm_md_t *pointers[UCXM_BUNDLE_MAX]
+    cdef ucxm_rkey_t *rkeys[UCXM_BUNDLE_MAX]
+    cdef ucxm_status_t each[UCXM_BUNDLE_MAX]
+    cdef ucxm_error_t why[UCXM_BUNDLE_MAX]
+    cdef Py_buffer view
+    cdef size_t i, count = len(mds)
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    cdef list found = []
+    if count == 0 or count > UCXM_BUNDLE_MAX:
+        raise _errors.InvalidParamError(f"1 to {UCXM_BUNDLE_MAX} domains, not {count}",
+                                        op="bundle_unpack")
+    for i in range(count):
+        pointers[i] = <ucxm_md_t *>md_use(<Md?>mds[i], "bundle_unpack")
+    memset(why, 0, sizeof(why))
+    get_buffer(block, &view, False, "bundle_unpack")
+    with nogil:
+        status = bundle_unpack_each(pointers, count, view.buf, view.len, rkeys, each, why, &error)
+    PyBuffer_Release(&view)
+    if status != UCXM_OK:
+        raise _errors.error_from_status(status, "bundle_unpack", "",
+                                        error.text.decode("utf-8", "replace"))
+    for i in range(count):
+        if rkeys[i] != NULL:
+            found.append(rkey_wrap(mds[i], <rkey_t *>rkeys[i]))
+            continue
+        if each[i] == UCXM_ERR_UNREACHABLE:
+            error_text(&why[i], "the block has no part for this domain")
+        found.append(failure(each[i], "bundle_unpack", <md_t *>pointers[i], &why[i], {}))
+    return found
