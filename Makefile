@@ -16,7 +16,7 @@ SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/te
 
 MODULES := ucx_memh $(addprefix ucx_memh.,core capi config errors flags resources hookspecs plugins testing)
 
-.PHONY: setup build demo test suite test-rxe bench lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe costs bench lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -59,6 +59,11 @@ test-rxe: build
 	sh tools/guest/setup.sh
 	$(PY) -m pytest -m guest tests/guest
 	$(PY) $(IN_GUEST) tests/rxe tests/ib $(ARGS)
+
+# docs/costs.*: instructions, counted in a guest.
+costs: build
+	sh tools/guest/setup.sh
+	$(PY) tools/guest/costs.py
 
 bench: build
 	$(PY) -m pytest bench --benchmark-only $(ARGS)
