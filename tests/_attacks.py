@@ -200,8 +200,8 @@ def test_the_key_of_a_derived_only_region_is_of_no_use(owner, device, attacker, 
     assert attack("fetch_add", amo, base.address) == bool(rights & ATOMIC)
 
 
-def test_a_key_bound_to_an_endpoint_serves_that_one_only(owner, device, peer, memory, base):
-    friend, foe = (Attacker(peer, device.where) for _ in range(2))
+def test_a_key_bound_to_an_endpoint_serves_that_one_only(owner, side, memory, base):
+    friend, foe = side(Attacker), side(Attacker)
     ep, other = link(owner, friend), link(owner, foe)
     win = base.derive(endpoint=ep)
     rma, amo = keys(win.mkey_pack())

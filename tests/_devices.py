@@ -70,6 +70,17 @@ class Device:
         """How many memory regions there are, but for a constant."""
         return md.stats()["device.reg_mr"] - md.stats()["device.dereg_mr"]
 
+    def restore(self) -> None:
+        """Undo what a test has set."""
+
+    def flows(self) -> int:
+        """How many connections it still has, if it tells: a closed one goes by and by."""
+        return 0
+
+    def moved(self) -> int:
+        """A count that grows while data leaves or arrives here."""
+        raise NotImplementedError
+
     def times(self, count: int) -> int:
         """As often as that, or a fifth of it where everything is slow."""
         return count // 5 if self.slow else count
@@ -94,11 +105,20 @@ class SoftwareDevice(Device):
     def live(self) -> dict[str, int]:
         return self.soft.live()
 
+    def restore(self) -> None:
+        self.soft.defaults()
+
     def keys(self, md: um.Md) -> int:
         return self.soft.stat("mkeys.live")  # windows and regions have keys of their own there
 
     def regions(self, md: um.Md) -> int:
         return self.soft.stat("mrs.live")
+
+    def flows(self) -> int:
+        return self.soft.stat("flows.live")
+
+    def moved(self) -> int:
+        return self.soft.stat("chunks")
 
     def endings(self, md: um.Md) -> int:
         """How many native keys the device was told to end."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Revocation in flight: the software device's responder is stopped in the middle of a copy."""
+"""In flight: the software device's responder is stopped in the middle of a copy."""
 
 import struct
 import threading
@@ -7,9 +7,11 @@ import time
 
 import pytest
 
+import ucx_memh as um
 from _attacks import MIB, SIZE
-from _sides import CHUNK, Attacker, Wc, keys, link, wait_for
-from ucx_memh import MemFlag, MemhState
+from _processes import GONE
+from _sides import CHUNK, Attacker, Library, Owner, Wc, keys, link, wait_for
+from ucx_memh import EpState, MemFlag, MemhState
 
 BULK = 64 * MIB
 HELD = 5  # chunks that go through before one is held
@@ -132,3 +134,62 @@ def test_in_flight_atomics_and_small_writes(owner, device, attacker):
         assert (answer[0] if operation == "fetch_add" else answer) is Wc.SUCCESS
         expected = struct.pack("<Q", 7) if operation == "fetch_add" else b"written!"
         assert after == memory[:8] == expected
+
+
+# ---- killed ----
+
+
+def test_a_peer_is_killed_while_it_writes(owner, device, peer):
+    """Its last chunk is under way: nothing more comes, its key goes, all others are as before."""
+    memory = bytearray(64 * MIB)
+    base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
+    victim, other = Attacker(peer, device.where), Library(peer, device.where)
+    wait_for(lambda: device.flows() == 0)
+    ep = link(owner, victim)
+    link(owner, other)
+    win, sibling = base.derive(), base.derive(0, 64)
+    soft = device.soft
+    soft.set("gate", 5)
+    victim.start("fill", keys(win.mkey_pack())[0], base.address, len(memory), 0xEE)
+    wait_for(lambda: soft.stat("gate.waiting"))
+    victim.peer.kill()
+    soft.set("gate", "open")
+    win.invalidate()
+    frozen = bytes(memory)
+    assert win.state is MemhState.REVOKED
+    assert frozen[6 * CHUNK :] == bytes(len(memory) - 6 * CHUNK)
+    assert other.get(sibling.mkey_pack(), 0, 64) == frozen[:64]
+    wait_for(lambda: device.flows() == 2, "the end of the victim's connection")
+    assert memory == frozen
+    ep.close()
+    base.dereg(cascade=True)
+    memory.append(0)
+
+
+def test_an_owner_is_killed_in_the_middle_of_a_transfer(owner, device, peer):
+    """The peer gets an error, not a hang; its own memory can go at once."""
+    far = Owner(peer, device.where)
+    size = 16 * MIB
+    address = far.region(size, 0x5A)
+    key = far.grant()
+    ep = link(owner, far)
+    into = bytearray(size)
+    with owner.rkey_unpack(key) as rkey:
+        ep.get(rkey, address, into)
+        assert into == b"\x5a" * size
+        into[:] = bytes(size)
+        far.gate(3)
+        operation = ep.get_nb(rkey, address, into)
+        far.held()
+        assert not operation.done
+        far.peer.kill()
+        with pytest.raises(GONE):
+            operation.wait(60)
+        after = bytes(into)
+        assert after[4 * CHUNK :] == bytes(size - 4 * CHUNK)
+        with pytest.raises(um.FlushedError):
+            ep.put(rkey, address, b"x")
+        assert ep.state is EpState.ERROR
+    assert into == after
+    ep.close()
+    into.append(0)

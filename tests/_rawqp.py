@@ -344,7 +344,7 @@ class RawPeer:
         c.memset(self.buffer, 0xA5, length)
         self.post(READ, rkey, address, length)
         status = self.poll()
-        return status, self.buffer.raw[:length]
+        return status, c.string_at(self.buffer, length)
 
     def write(self, rkey: int, address: int, data: bytes) -> Wc:
         """RDMA WRITE."""

@@ -311,7 +311,7 @@ class AttackerSide(RawPeer):
         ctypes.memset(self.buffer, BLANK, length)
         self.post(4, rkey, address, length)
         status = self.poll()
-        return status, len(self.buffer.raw[:length].rstrip(bytes([BLANK])))
+        return status, len(ctypes.string_at(self.buffer, length).rstrip(bytes([BLANK])))
 
     def fill(self, rkey: int, address: int, length: int, byte: int) -> Wc:
         """RDMA WRITE of that byte all over."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("_rows", "_attacks", "_gated", "_sides", "_devices")
+pytest.register_assert_rewrite("_rows", "_attacks", "_gated", "_processes", "_sides", "_devices")
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent

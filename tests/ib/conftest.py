@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -24,6 +25,8 @@ IN_GUEST = "UCX_MEMH_GUEST" in os.environ
 HOST_ONLY = ["test_model_windows.py", "test_gated.py", "test_caps.py"]
 collect_ignore = HOST_ONLY if IN_GUEST else []
 collect_ignore_glob = [] if IN_GUEST or find_spec("ucx_memh_ib_mlx5") else ["test_*.py"]
+
+COUNTERS = Path("/sys/class/infiniband/rxe0/ports/1/hw_counters")
 
 Far = TypeVar("Far", bound=Remote)
 
@@ -44,6 +47,9 @@ class SoftWindows(WindowDevice, SoftwareDevice):
     def endings(self, md: um.Md) -> int:
         return md.stats()[self.ended]
 
+    def flows(self) -> int:
+        return self.soft.stat("flows.live") - 2  # the control queue pair's, of the one domain
+
 
 class Rxe(WindowDevice):
     """The kernel's soft-RoCE: rights and revocation hold, the range of a window does not."""
@@ -52,6 +58,10 @@ class Rxe(WindowDevice):
     keeps_range = False
     direct_atomics = False
     slow = True
+
+    def moved(self) -> int:
+        """Packets."""
+        return sum(int((COUNTERS / name).read_text()) for name in ("sent_pkts", "rcvd_pkts"))
 
     def live(self) -> dict[str, int]:
         """What the kernel has of this process; it does not tell of windows."""
@@ -99,6 +109,7 @@ def tidy(device: Device) -> Iterator[None]:
     """When the test has ended, too, but where asking is slow."""
     before = None if device.slow else device.live()
     yield
+    device.restore()
     gc.collect()
     assert before is None or device.live() == before
 
@@ -138,13 +149,14 @@ class Crew:
         self.peer, self.where = peer, where
         self.idle: list[Remote] = []
 
-    def borrow(self, kind: type[Far]) -> Iterator[Far]:
-        far = next((one for one in self.idle if type(one) is kind), None)
-        if far is None:
-            far = kind(self.peer, self.where)
-        else:
-            self.idle.remove(far)
-        yield far
+    def take(self, kind: type[Far]) -> Far:
+        for far in self.idle:
+            if type(far) is kind:
+                self.idle.remove(far)
+                return far
+        return kind(self.peer, self.where)
+
+    def give(self, far: Remote) -> None:
         far.ends.clear()
         if far.waiting == 0 and far.peer.process.poll() is None:
             with suppress(Exception):
@@ -160,12 +172,26 @@ def crew(lasting_peer: Callable, device: Device) -> Crew:
 
 
 @pytest.fixture
-def library(crew: Crew) -> Iterator[Library]:
-    """Another process, which uses our library."""
-    yield from crew.borrow(Library)
+def side(crew: Crew) -> Iterator[Callable[[type[Far]], Far]]:
+    """`side(Library)`: a process of that kind, for as long as the test takes."""
+    taken: list[Remote] = []
+
+    def take(kind: type[Far]) -> Far:
+        taken.append(crew.take(kind))
+        return taken[-1]
+
+    yield take
+    for far in taken:
+        crew.give(far)
 
 
 @pytest.fixture
-def attacker(crew: Crew) -> Iterator[Attacker]:
+def library(side: Callable) -> Library:
+    """Another process, which uses our library."""
+    return side(Library)
+
+
+@pytest.fixture
+def attacker(side: Callable) -> Attacker:
     """Another process, which posts raw verbs: whatever key it likes."""
-    yield from crew.borrow(Attacker)
+    return side(Attacker)

@@ -9,7 +9,7 @@ import pytest
 import ucx_memh as um
 from _devices import Control, SoftwareDevice
 from _rawqp import RawPeer, software_library
-from _sides import Attacker, Library, opened
+from _sides import Attacker, Library, Remote, opened
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +61,12 @@ def owner(tidy: None) -> Iterator[um.Md]:
     """An Md of this process; closing it leaves nothing on the device."""
     with opened() as md:
         yield md
+
+
+@pytest.fixture
+def side(peer) -> Callable[[type[Remote]], Remote]:
+    """`side(Library)`: one more process of that kind."""
+    return lambda kind: kind(peer)
 
 
 @pytest.fixture
