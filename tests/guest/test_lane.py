@@ -7,14 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.guest, pytest.mark.source, pytest.mark.timeout(400)]
+from _marked import MARK, marked, wait_for
 
-MARK = "TEST_OF_THE_GUEST"
+pytestmark = [pytest.mark.guest, pytest.mark.source, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="session")
@@ -70,24 +68,6 @@ def guest(start):
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
     return run
-
-
-def marked(tmp_path: Path) -> list[bytes]:
-    """The programs at work that have this test's mark in their environment."""
-    mark = f"{MARK}={tmp_path}".encode()
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.append((process / "comm").read_bytes())
-    return found
-
-
-def wait_for(condition, seconds=60):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 # ---- one guest ----

@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import ucx_memh as um
@@ -28,7 +29,7 @@ def run(where: str, backend: str | None, settings: list[str], wait: float) -> in
     config = config_of(settings)
     show = Show()
     with ExitStack() as stack:
-        owner = _reach(address, wait)
+        owner = _reach(address, wait, show.say)
         stack.callback(owner.close)
         account = os.dup(1)  # the peers' own standard output goes to the owner
         stack.callback(os.close, account)
@@ -38,7 +39,7 @@ def run(where: str, backend: str | None, settings: list[str], wait: float) -> in
             resource = _device(backend or welcome["component"], config)
             show.say(f"ucx_memh {um.__version__}: {resource}, peers of the owner at {owner.name}")
             for role in ROLES:
-                link = _reach(address, wait)
+                link = _reach(address, wait, show.say)
                 _greet(link, run=welcome["run"], role=role)
                 stack.enter_context(Process(role, link.sock, resource, settings, account))
             owner.send({"ready": True})
@@ -53,10 +54,11 @@ def run(where: str, backend: str | None, settings: list[str], wait: float) -> in
     return int(message["verdict"])
 
 
-def _reach(address: tuple[str, int], seconds: float) -> Link:
+def _reach(address: tuple[str, int], seconds: float, say: Callable) -> Link:
     """A connection, as soon as somebody listens."""
     name = address_text(address)
     deadline = time.monotonic() + seconds
+    told = False
     while True:
         try:
             left = max(deadline - time.monotonic(), 0.1)
@@ -77,6 +79,9 @@ def _reach(address: tuple[str, int], seconds: float) -> Link:
                 return Link(sock, name)
             sock.close()
             why = os.strerror(errno.ECONNREFUSED)
+        if not told:
+            told = True
+            say(f"nobody listens at {name} yet: {why}")
         if time.monotonic() >= deadline:
             raise OSError(f"cannot connect to {name}: {why}, for {seconds:g} s")
         time.sleep(0.1)

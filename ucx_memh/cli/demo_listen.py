@@ -5,6 +5,8 @@ The peers' host says hello, learns the number of this run, and comes back with i
 peer.  That keeps accidents out, not attackers: all of it is plain text.
 """
 
+import errno
+import os
 import secrets
 import select
 import socket
@@ -68,8 +70,11 @@ class Gate:
         try:
             family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
             self.server = socket.create_server(address, family=family)
-        except (OSError, UnicodeError) as error:
+        except (socket.gaierror, UnicodeError) as error:
             why = getattr(error, "strerror", error)
+            raise OSError(f"cannot listen at {address_text(address)}: {why}") from None
+        except OSError as error:
+            why = os.strerror(error.errno or errno.EIO)
             raise OSError(f"cannot listen at {address_text(address)}: {why}") from None
         self.say(f"listening at {address_text(self.server.getsockname())}")
 
