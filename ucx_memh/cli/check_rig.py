@@ -81,6 +81,7 @@ class Rig:
         self.link: Link
         self._mds: list[um.Md] = []
         self.no_derived = ""  # why there are no derived keys
+        self._raw: bool | None = None
 
     def __enter__(self) -> "Rig":
         try:
@@ -105,7 +106,6 @@ class Rig:
             self.no_derived = self._why_not()
         if um.MdFlag.ENDPOINT in self.flags:
             self.link = self.connected()
-            self.raw = self._has_raw()
 
     def close(self) -> None:
         """All that is left, the peer's first; one that fails does not keep the other from it."""
@@ -146,12 +146,21 @@ class Rig:
                 return f"UNSUPPORTED: {error.detail}"
         return "but derive() works"
 
-    def _has_raw(self) -> bool:
-        """Is there a native key for the device to check?"""
-        with self.region(), suppress(um.UnsupportedError):
-            self.raw_key(self.grant(MemFlag.REMOTE_GET))
-            return True
-        return False
+    @property
+    def raw(self) -> bool:
+        """Is there a native key for the device to check?  Asked at first use, in a check."""
+        if self._raw is None:
+            flags = MemFlag.DERIVED_ONLY if self.derives else None
+            base = self.owner.mem_reg(bytearray(64), flags)
+            memh = base.derive() if self.derives else base
+            try:
+                self.forged_key(memh.mkey_pack(PackFlag.RAW))
+                raw = True
+            except um.UnsupportedError:
+                raw = False
+            base.dereg(cascade=True)
+            self._raw = raw
+        return self._raw
 
     # ---- the owner's memory and its keys ----
 

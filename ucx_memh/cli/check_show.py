@@ -92,11 +92,13 @@ class Show:
         if row.failed:
             verdict = f"FAILED: {verdict}"
         self.say(f"{row.promise:<10} {row.access:<7} {row.tried:<57} {verdict}")
-        notes = [row.reason or row.seen]
+        # Nothing more to say of what is as it ought to be, but how it was in flight.
+        plain = row.verdict in ("enforced", "holds") and row.promise != "in flight"
+        notes = [] if plain and not row.failed else [row.reason or row.seen]
         if row.claimed is not None and row.found is not None and row.found != row.claimed:
             modest = "" if row.failed else ", which is modest"
             notes.append(f"claimed is {row.claimed.name}{modest}")
-        for line in textwrap.wrap("; ".join(filter(None, notes)), 80):
+        for line in textwrap.wrap("; ".join(notes), 80):
             self.say(f"{'':<18} {line}")
 
     def costs(self, rows: list[dict], ratios: list[dict], failed: str) -> None:
@@ -112,7 +114,7 @@ class Show:
             self.say(line)
         if ratios:
             line = f"  {'register anew / invalidate':<26}"
-            self.say(line + "".join(f"{ratio['ratio']:.3g} times".rjust(24) for ratio in ratios))
+            self.say(line + "".join(_times(ratio["ratio"]).rjust(24) for ratio in ratios))
         if failed:
             self.say(f"FAILED: {failed}")
 
@@ -138,3 +140,7 @@ def _size(size: int) -> str:
 
 def _us(us: float) -> str:
     return f"{us / 1e3:.2f} ms" if us >= 1000 else f"{us:.1f} us"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f} times" if ratio >= 10 else f"{ratio:.1f} times"

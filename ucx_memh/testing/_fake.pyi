@@ -88,6 +88,10 @@ def open_fake(
     destroy: Literal["now", "progress", "manual"] = "now",
     deferred: bool = False,
     connectionless: bool = False,
+    lies: Iterable[
+        Literal["rights", "range", "revoke", "in_flight", "endpoint", "guess"]
+    ] = (),
+    claim: int = 2,
     without_ops: Iterable[str] = (),
     stub_ops: Iterable[str] = (),
     abi: int | None = None,

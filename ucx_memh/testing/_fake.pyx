@@ -1598,8 +1598,8 @@ cdef class FakeDevice:
             length = 8
         local = PyBytes_AS_STRING(buffer)
         with nogil:
-            status = device_access(self.dev, value, False, endpoint, kind, address, local, 0, length,
-                                   length, operand, compare, &old, &moved)
+            status = device_access(self.dev, value, False, endpoint, kind, address, local, 0,
+                                   length, length, operand, compare, &old, &moved)
         if status != UCXM_OK or kind == UCXM_OP_PUT:
             return status, None
         return status, buffer if kind == UCXM_OP_GET else old
