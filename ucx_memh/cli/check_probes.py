@@ -187,7 +187,7 @@ class Probes:
         self._judge(row, outcomes)
 
     def revoke(self, row: Row) -> None:
-        row.tried = "after invalidate, over the old connection and a new one"
+        row.tried = "after invalidate, and after reconnecting"
         row.expected = "refused, and other keys work"
         ops = OPS[row.access]
         with self.rig.region():

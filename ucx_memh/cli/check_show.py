@@ -85,13 +85,13 @@ class Show:
             )
         self.say(f"derived keys: {f'none ({no_derived})' if no_derived else 'yes'}")
         self.say()
-        self.say(f"{'promise':<10} {'access':<7} {'tried':<57} verdict")
+        self.say(f"{'promise':<10} {'access':<7} {'tried':<44} verdict")
 
     def check(self, row: Row) -> None:
         verdict = VERDICTS[row.verdict]
         if row.failed:
             verdict = f"FAILED: {verdict}"
-        self.say(f"{row.promise:<10} {row.access:<7} {row.tried:<57} {verdict}")
+        self.say(f"{row.promise:<10} {row.access:<7} {row.tried:<44} {verdict}")
         # Nothing more to say of what is as it ought to be, but how it was in flight.
         plain = row.verdict in ("enforced", "holds") and row.promise != "in flight"
         notes = [] if plain and not row.failed else [row.reason or row.seen]
