@@ -82,8 +82,8 @@ class Device:
         raise NotImplementedError
 
     def times(self, count: int) -> int:
-        """As often as that, or a fifth of it where everything is slow."""
-        return count // 5 if self.slow else count
+        """As often as that, or a tenth of it where everything is slow."""
+        return count // 10 if self.slow else count
 
     @property
     def outside(self) -> Wc:

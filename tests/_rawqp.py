@@ -281,7 +281,7 @@ class RawPeer:
             attr.ah.sgid_index = self.gid_index
             attr.ah.dgid.raw[:] = gid
         self._modify(attr, 1 | 1 << 7 | 1 << 8 | 1 << 20 | 1 << 12 | 1 << 17 | 1 << 15)
-        attr = QpAttr(qp_state=Qp.RTS, sq_psn=self.psn, timeout=14, retry_cnt=7, rnr_retry=7)
+        attr = QpAttr(qp_state=Qp.RTS, sq_psn=self.psn, timeout=14, retry_cnt=6, rnr_retry=7)
         attr.rd_atomic = 16
         self._modify(attr, 1 | 1 << 16 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 13)
 

@@ -144,7 +144,8 @@ def test_an_owner_is_killed_in_the_middle_of_a_transfer(owner, device, peer, siz
             pass
         far.peer.kill()
         if not operation.done:
-            with pytest.raises(GONE):
+            # The kernel may take a dying owner's windows before its queue pairs.
+            with pytest.raises((*GONE, um.RemoteAccessError)):
                 operation.wait(60)
             with pytest.raises(um.FlushedError):
                 ep.put(rkey, address, b"x")

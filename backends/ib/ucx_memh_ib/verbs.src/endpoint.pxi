@@ -331,7 +331,7 @@ cdef int qp_rts(ib_ep_t *ep, const address_t *address) noexcept nogil:
     attr.qp_state = IBV_QPS_RTS
     attr.sq_psn = ep.psn
     attr.timeout = 14       # 67 ms, times
-    attr.retry_cnt = 7
+    attr.retry_cnt = 6      # to rxe 7 is for ever, so that a dead peer would never be noticed
     attr.rnr_retry = 7
     attr.max_rd_atomic = min(ep.md.rd_atomic_init, address.rd_atomic)
     return qp_modify(ep, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT |

@@ -45,7 +45,7 @@ cdef int control_rts(md_t *md, uint32_t psn) noexcept nogil:
     attr.qp_state = IBV_QPS_RTS
     attr.sq_psn = psn
     attr.timeout = 14
-    attr.retry_cnt = 7
+    attr.retry_cnt = 6
     attr.rnr_retry = 7
     attr.max_rd_atomic = min(md.ib.rd_atomic_init, <uint8_t>1)
     return control_modify(md, &attr, IBV_QP_STATE | IBV_QP_SQ_PSN | IBV_QP_TIMEOUT |
