@@ -355,3 +355,26 @@ def test_an_operation_that_never_ends_is_told(fakes, monkeypatch, capsys):
         assert "NEVER TOLD of 32 in 0.2 s" in row["seen"]
         assert row["verdict"] == "enforced"
     assert status == 0
+
+
+def test_a_device_that_does_not_come_back_is_told(fakes, monkeypatch, capsys):
+    """What was found until then is in the report."""
+    left = [None, None]
+
+    def open_md(resource, **config):
+        if not left:
+            raise um.NoDeviceError("it is gone", component="fake")
+        left.pop()
+        md, device = fakes(deferred=True)
+        device.fail("mem_derive", um.Status.IO_ERROR, after=6, text="broken")
+        return md
+
+    monkeypatch.setattr(um, "query_mds", lambda component: [um.MdResource("fake", "fake0")])
+    monkeypatch.setattr(um, "open_md", open_md)
+    assert cli.main(["check-device", "--backend", "fake", "--json", *FAST]) == 1
+    report = checked(json.loads(capsys.readouterr().out))
+    assert verdicts(report)["works", "get"] == "holds"
+    assert report["checks"][-1]["verdict"] == "error"
+    assert "broken" in report["failures"][0]
+    assert "given up" in report["failures"][1]
+    assert "it is gone" in report["failures"][1]

@@ -22,17 +22,19 @@ thing), `reason` (of untried and error), `failed` and `seconds`.
 import argparse
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import ucx_memh as um
 from ucx_memh.cli import add_config, config_of
 from ucx_memh.cli.check_cost import costs, ratios
-from ucx_memh.cli.check_probes import Row, probes
+from ucx_memh.cli.check_probes import probes
 from ucx_memh.cli.check_rig import Rig
+from ucx_memh.cli.check_row import Probe, Row
 from ucx_memh.cli.check_show import Show, document
 
 __all__ = ["add_arguments", "run"]
+
+SIZES = {False: [4 << 10, 1 << 20, 64 << 20], True: [4 << 10, 1 << 20]}  # by --quick
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,12 +81,15 @@ def run(args: argparse.Namespace) -> int:
     with Rig(lambda: um.open_md(resource, **config), args.wait) as rig:
         attr = rig.owner.attr
         show.intro(attr, rig.no_derived, others)
-        checks = []
-        for probe in probes(rig, args.cycles or (50 if args.quick else 200)):
-            checks.append(_tried(probe, rig))
-            show.check(checks[-1])
-        sizes = args.sizes or ([4 << 10, 1 << 20] if args.quick else [4 << 10, 1 << 20, 64 << 20])
-        rows, failed = _costs(rig, sizes, 0.2 if args.quick else 1.0)
+        checks: list[Row] = []
+        rows: list[dict[str, Any]] = []
+        failed = ""
+        try:
+            for probe in probes(rig, args.cycles or (50 if args.quick else 200)):
+                _try(probe, rig, checks, show)
+            failed = _costs(rig, args.sizes or SIZES[args.quick], 0.2 if args.quick else 1.0, rows)
+        except um.MemhError as error:
+            failed = f"given up: {error}"  # what was found until then is told all the same
         show.costs(rows, ratios(rows), failed)
         report = document(attr, rig.no_derived, checks, rows, ratios(rows), failed)
     if args.json:
@@ -94,21 +99,23 @@ def run(args: argparse.Namespace) -> int:
     return report["status"]
 
 
-def _tried(probe: Callable[[], Row], rig: Rig) -> Row:
+def _try(probe: Probe, rig: Rig, checks: list[Row], show: Show) -> None:
     """Its row; after a device's failure one that says so, and the device is opened anew."""
     start = time.perf_counter()
+    failed = None
     try:
         row = probe()
     except um.MemhError as error:
-        row = probe.failed(error)
-        rig.reopen()
+        row = failed = probe.failed(error)
     row.seconds = round(time.perf_counter() - start, 3)
-    return row
+    checks.append(row)
+    show.check(row)
+    if failed:
+        rig.reopen()
 
 
-def _costs(rig: Rig, sizes: list[int], seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """Size by size: one that is too large for this device leaves the others."""
-    rows: list[dict[str, Any]] = []
+def _costs(rig: Rig, sizes: list[int], seconds: float, rows: list[dict[str, Any]]) -> str:
+    """Size by size: one that is too large for this device leaves the others.  Why it failed."""
     failed = ""
     for size in sizes:
         try:
@@ -116,7 +123,7 @@ def _costs(rig: Rig, sizes: list[int], seconds: float) -> tuple[list[dict[str, A
         except (um.MemhError, MemoryError) as error:
             failed = f"costs at {size} bytes: {error}"
             rig.reopen()
-    return rows, failed
+    return failed
 
 
 # ---- which device ----

@@ -2,15 +2,14 @@
 """The attacks: one function for each promise, which makes a row of what it saw."""
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import ucx_memh as um
 from ucx_memh.cli.check_rig import OPS, PAD, RIGHTS, SIZE, Outcome, Rig
+from ucx_memh.cli.check_row import Probe, Row, untried
 from ucx_memh.flags import Enforcement, PackFlag, Status
 
-__all__ = ["Probe", "Row", "probes"]
+__all__ = ["Probes", "probes"]
 
 AT, LENGTH = 16 << 10, 16 << 10  # of a range inside of a region
 STREAM, DEPTH = 4 << 20, 32  # of what is in flight: bytes of each, and how many
@@ -20,65 +19,6 @@ BEGIN = 0.5  # seconds for the first byte to move
 
 class ControlError(um.MemhError):
     """Something that must work does not, so that a refusal would say nothing."""
-
-
-@dataclass
-class Row:
-    """What was tried of a promise, and what came of it; the JSON has the same names."""
-
-    promise: str
-    access: str
-    tried: str = ""
-    expected: str = ""
-    seen: str = ""
-    found: Enforcement | None = None
-    claimed: Enforcement | None = None
-    holds: bool | None = None  # of what nobody has to refuse
-    reason: str = ""  # why it could not be tried
-    error: bool = False
-    seconds: float = 0.0
-
-    @property
-    def verdict(self) -> str:
-        if self.reason:
-            return "error" if self.error else "untried"
-        if self.holds is not None:
-            return "holds" if self.holds else "broken"
-        return {
-            Enforcement.ENFORCED: "enforced",
-            Enforcement.COOPERATIVE: "cooperative",
-            Enforcement.NONE: "not_enforced",
-        }[self.found or Enforcement.NONE]
-
-    @property
-    def failed(self) -> bool:
-        less = self.found is not None and self.claimed is not None and self.found < self.claimed
-        return less or self.verdict in ("error", "broken")
-
-    def as_json(self) -> dict[str, Any]:
-        names = {name: None if who is None else who.name for name, who in self._levels().items()}
-        fields = {k: v for k, v in asdict(self).items() if k not in ("holds", "error")}
-        return {**fields, **names, "verdict": self.verdict, "failed": self.failed}
-
-    def _levels(self) -> dict[str, Enforcement | None]:
-        return {"found": self.found, "claimed": self.claimed}
-
-
-@dataclass
-class Probe:
-    """A promise to be tried for one kind of access."""
-
-    promise: str
-    access: str
-    action: Callable[[Row], None]
-
-    def __call__(self) -> Row:
-        row = Row(self.promise, self.access)
-        self.action(row)
-        return row
-
-    def failed(self, error: um.MemhError) -> Row:
-        return Row(self.promise, self.access, reason=" ".join(str(error).split()), error=True)
 
 
 def probes(rig: Rig, cycles: int) -> Iterator[Probe]:
@@ -110,13 +50,6 @@ def probes(rig: Rig, cycles: int) -> Iterator[Probe]:
         yield untried("endpoint", "", "this domain binds no keys to endpoints")
     yield Probe("guess", "", tries.guess)
     yield Probe("survives", "", lambda row: tries.survives(row, cycles))
-
-
-def untried(promise: str, access: str, reason: str) -> Probe:
-    def action(row: Row) -> None:
-        row.reason = reason
-
-    return Probe(promise, access, action)
 
 
 class Probes:
@@ -294,12 +227,10 @@ class Probes:
                 rkey = self.rig.forged_key(base.mkey_pack(PackFlag.RAW))
             except um.UnsupportedError:
                 row.reason = "the library gives it to nobody"
-            else:
-                outcomes = {op: self.rig.access(op, rkey, base.address) for op in ("get", "put")}
-                row.claimed = Enforcement.ENFORCED
-                self._judge(row, outcomes)
                 return
-            self.rig.grant(self.rig.all)
+            outcomes = {op: self.rig.access(op, rkey, base.address) for op in ("get", "put")}
+        row.claimed = Enforcement.ENFORCED
+        self._judge(row, outcomes)
 
     def endpoint(self, row: Row) -> None:
         row.tried, row.expected = "over a connection that it is not bound to", "refused"

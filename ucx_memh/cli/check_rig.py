@@ -9,7 +9,7 @@ What is known to crash a driver is never asked for:
 - A dead key is not ended again (soft-RoCE's kernel panics over it): a handle is invalidated once,
   and the library remembers that it was.
 - No queue pair is destroyed below a key that is bound to it (soft-RoCE hangs for a minute): such a
-  handle is invalidated before its endpoint is reset or closed.
+  handle is invalidated before its endpoint is closed, by us or by close() itself.
 - Nothing is deregistered below live keys: `dereg(cascade=True)` and `close(force=True)` end them
   first.
 - No access wraps around 2^64: it spoils a queue pair of soft-RoCE for what comes after it.

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import ucx_memh as um
-from ucx_memh.cli.check_probes import Row
+from ucx_memh.cli.check_row import Row
 from ucx_memh.flags import Enforcement
 
 __all__ = ["Show", "document"]
