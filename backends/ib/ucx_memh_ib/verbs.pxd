@@ -280,7 +280,9 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
 
 cdef extern from "ucx_memh_ib/verbs_util.h" nogil:
     void ib_count(uint64_t *counter)
+    void ib_count_many(uint64_t *counter, uint64_t count)
     uint64_t ib_load64(const uint64_t *value)
+    void ib_store64(uint64_t *value, uint64_t to)
     uint32_t ib_load32(const uint32_t *value)
     void ib_store32(uint32_t *value, uint32_t to)
     void ib_put16(uint8_t *at, uint16_t value)
@@ -419,7 +421,7 @@ cdef struct ib_ep_t:
     uint8_t proved         # something came back over this connection
     uint8_t resetting
     uint8_t stopped        # by us: what is under way is flushed
-    uint8_t asked          # its state was asked for, and nothing posted since
+    uint32_t asked         # its state was asked for, and nothing posted since
     uint64_t asked_at
     ucxm_op_t *feed        # posted in part; the rest follows from progress()
     ib_peer_t peer         # of the last connect()

@@ -44,6 +44,10 @@ cdef extern from *:
     {
         return __atomic_load_n((void **)at, __ATOMIC_RELAXED);
     }
+    static inline void ib_store_ptr(void *at, void *to)
+    {
+        __atomic_store_n((void **)at, to, __ATOMIC_RELAXED);
+    }
     """
     ctypedef struct ib_frame_t:
         void *ep
@@ -51,6 +55,7 @@ cdef extern from *:
     ib_frame_t *ib_frames
     pthread_mutex_t ib_tables_lock
     void *ib_load_ptr(void *at) noexcept nogil
+    void ib_store_ptr(void *at, void *to) noexcept nogil
 
 cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_init(pthread_mutex_t *mutex, void *attr)

@@ -34,9 +34,19 @@ static inline void ib_count(uint64_t *counter)
     __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
 }
 
+static inline void ib_count_many(uint64_t *counter, uint64_t count)
+{
+    __atomic_fetch_add(counter, count, __ATOMIC_RELAXED);
+}
+
 static inline uint64_t ib_load64(const uint64_t *value)
 {
     return __atomic_load_n(value, __ATOMIC_RELAXED);
+}
+
+static inline void ib_store64(uint64_t *value, uint64_t to)
+{
+    __atomic_store_n(value, to, __ATOMIC_RELAXED);
 }
 
 static inline uint32_t ib_load32(const uint32_t *value)

@@ -72,7 +72,7 @@ cdef int poll_batch(ib_md_t *md) noexcept nogil:
     cdef int i, count = ibv_poll_cq(md.cq, POLL_BATCH, wc)
     if count > 0:
         pthread_mutex_lock(&md.lock)
-        md.counts.completions += count
+        ib_count_many(&md.counts.completions, count)
         for i in range(count):
             wc_handle(md, &wc[i])
         pthread_mutex_unlock(&md.lock)
@@ -91,7 +91,7 @@ cdef unsigned run_done(ib_md_t *md) noexcept nogil:
         if op == NULL:
             pthread_mutex_unlock(&md.lock)
             break
-        md.done_head = (<ib_op_t *>op.scratch).next
+        ib_store_ptr(&md.done_head, (<ib_op_t *>op.scratch).next)
         if md.done_head == NULL:
             md.done_tail = NULL
         pthread_mutex_unlock(&md.lock)
@@ -122,7 +122,7 @@ cdef void async_handle(ib_md_t *md, const ibv_async_event *event) noexcept nogil
     cdef bint every = event.event_type in (IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL)
     cdef ib_ep_t *ep
     pthread_mutex_lock(&md.lock)
-    md.counts.async_events += 1
+    ib_count(&md.counts.async_events)
     if every:
         md.lost = 1
     ep = md.eps
@@ -152,7 +152,7 @@ cdef unsigned ib_progress(void *priv) noexcept nogil:
     if pthread_mutex_trylock(&md.poll_lock) == 0:
         count = poll_batch(md)
         if count == 0:
-            md.idle_polls += 1
+            ib_store32(&md.idle_polls, md.idle_polls + 1)
         pthread_mutex_unlock(&md.poll_lock)
     if ib_load32(&md.feeding) != 0:
         feed_all(md)

@@ -73,7 +73,7 @@ cdef void op_part_done(ib_md_t *md, ucxm_op_t *op) noexcept nogil:
         return
     mine.next = NULL
     if md.done_tail == NULL:
-        md.done_head = op
+        ib_store_ptr(&md.done_head, op)
     else:
         (<ib_op_t *>md.done_tail.scratch).next = op
     md.done_tail = op
