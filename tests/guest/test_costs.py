@@ -31,9 +31,7 @@ def test_page_and_picture_are_of_the_measured_data(costs, data):
 
 def flat_and_growing(costs, regions, pages):
     """What the page says in words."""
-    first, last = (
-        [region for region in regions if region["pages"] == pages][at] for at in (0, -1)
-    )
+    first, last = ([region for region in regions if region["pages"] == pages][at] for at in (0, -1))
     for step in ("derive", "pack_first", "pack_again", "invalidate", "derived"):
         assert abs(last[step][1] / first[step][1] - 1) < 0.05, step
     for step in ("mem_reg", "dereg", "registered"):
