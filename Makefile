@@ -16,7 +16,7 @@ SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/te
 
 MODULES := ucx_memh $(addprefix ucx_memh.,core capi config errors flags resources hookspecs plugins testing)
 
-.PHONY: setup build demo test suite test-rxe costs bench lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -64,6 +64,16 @@ test-rxe: build
 costs: build
 	sh tools/guest/setup.sh
 	$(PY) tools/guest/costs.py
+
+# A copy of the tree, built with a sanitizer: no report is allowed.
+THREADS := tests/test_core_threads.py tests/test_core_completion.py tests/test_rkey_cache.py \
+           tests/test_core_connections.py tests/ib_mlx5/test_endpoint.py tests/ib_mlx5/test_faults.py
+
+test-tsan: build
+	sh tools/sanitize.sh thread -o timeout=300 $(THREADS) -k 'not 1048576' $(ARGS)
+
+test-asan: build
+	sh tools/sanitize.sh address -o timeout=300 tests/test_*.py tests/ib_mlx5 tests/cma $(ARGS)
 
 bench: build
 	$(PY) -m pytest bench --benchmark-only $(ARGS)
