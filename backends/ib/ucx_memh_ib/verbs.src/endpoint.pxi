@@ -418,12 +418,12 @@ cdef uint32_t ib_ep_state(void *priv, ucxm_ep_t *pub) noexcept nogil:
     if ib_load32(&ep.state) != UCXM_EP_CONNECTED:
         return ib_load32(&ep.state)
     now = ib_coarse_ns()
-    if ep.asked or now != ep.asked_at:
+    if ib_load32(&ep.asked) or now != ib_load64(&ep.asked_at):
         async_drain(md)
         if not md.owns_context or md.config.ask_state:
             qp_look(ep)
-        ep.asked_at = now
-    ep.asked = 1
+        ib_store64(&ep.asked_at, now)
+    ib_store32(&ep.asked, 1)
     return ib_load32(&ep.state)
 
 
@@ -473,7 +473,7 @@ cdef ucxm_status_t ib_ep_post(void *priv, ucxm_ep_t *pub, ucxm_op_t *op,
     elif not op.has_lkey and op.length > IB_BOUNCE_SIZE:
         return ib_fail(error, UCXM_ERR_INVALID_PARAM, 0, "so large a transfer needs a local key")
     pthread_mutex_lock(&ep.lock)
-    ep.asked = 0
+    ib_store32(&ep.asked, 0)
     status = op_start(md, ep, op, error)
     pthread_mutex_unlock(&ep.lock)
     # Another thread may have polled the last completion while we were still posting.
