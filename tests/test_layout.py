@@ -21,6 +21,7 @@ MADE = {".git", ".venv", "build", "dist", "__pycache__", "shared"}  # not ours o
 
 # The modules of ours that a backend may use, beside its own.
 PUBLIC = {"libmemh", "core", "errors", "flags", "resources", "config", "hookspecs"}
+PUBLIC |= {"python_backend"}
 ALSO = {"ucx_memh_ib_mlx5": {"ucx_memh_ib.verbs"}}  # by one backend alone
 
 

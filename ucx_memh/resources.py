@@ -102,3 +102,4 @@ class MdAttr:
     reg_alignment: int
     mem_types: frozenset[MemType]
     enforcement: EnforcementTable
+    python: bool = False  # the backend is written in Python: its calls take the GIL

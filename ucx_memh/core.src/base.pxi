@@ -47,6 +47,16 @@ cdef extern from *:
         __atomic_store_n(p, v, __ATOMIC_RELEASE);
     }
 
+    static inline void *ucxm_swap_ptr(void **p, void *v) {
+        return __atomic_exchange_n(p, v, __ATOMIC_ACQ_REL);
+    }
+    static inline void ucxm_push_ptr(void **head, void **next, void *node) {
+        *next = __atomic_load_n(head, __ATOMIC_RELAXED);
+        while (!__atomic_compare_exchange_n(head, next, node, 1, __ATOMIC_ACQ_REL,
+                                            __ATOMIC_RELAXED))
+            ;
+    }
+
     /* For sections of a few instructions that call nothing. */
     typedef uint32_t ucxm_spin_t;
     static inline void ucxm_spin_lock(ucxm_spin_t *lock) {
@@ -76,6 +86,8 @@ cdef extern from *:
     void bump64 "ucxm_bump64"(uint64_t *p, uint64_t v) noexcept nogil
     void *load_ptr "ucxm_load_ptr"(void **p) noexcept nogil
     void store_ptr "ucxm_store_ptr"(void **p, void *v) noexcept nogil
+    void *swap_ptr "ucxm_swap_ptr"(void **p, void *v) noexcept nogil
+    void push_ptr "ucxm_push_ptr"(void **head, void **next, void *node) noexcept nogil
     ctypedef uint32_t spin_t "ucxm_spin_t"
     void spin_lock "ucxm_spin_lock"(spin_t *lock) noexcept nogil
     void spin_unlock "ucxm_spin_unlock"(spin_t *lock) noexcept nogil

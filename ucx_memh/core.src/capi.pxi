@@ -268,8 +268,8 @@ cdef ucxm_status_t revoke_below(ucxm_memh_t *memh, ucxm_error_t *error) noexcept
         if leaf == NULL:
             break
         status = revoke_wait(leaf, revoke(leaf, False, NULL, error))
-        if status == UCXM_ERR_REVOKED or status == UCXM_ERR_CLOSED:
-            status = UCXM_OK  # another thread was faster
+        if revoke_overtaken(leaf, status):
+            status = UCXM_OK
         memh_put(leaf)
     return status
 
@@ -494,8 +494,8 @@ cdef ucxm_status_t ucxm_ep_close(ucxm_ep_t *handle, ucxm_error_t *error) noexcep
         if memh == NULL:
             break
         status = revoke_wait(memh, revoke(memh, False, NULL, error))
-        if status == UCXM_ERR_REVOKED or status == UCXM_ERR_CLOSED:
-            status = UCXM_OK  # another thread was faster
+        if revoke_overtaken(memh, status):
+            status = UCXM_OK
         memh_put(memh)
     return ep_shut(ep, error) if status == UCXM_OK else status
 

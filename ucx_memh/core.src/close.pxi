@@ -105,6 +105,7 @@ cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
         return UCXM_ERR_FORKED
     if load32(&md.state) == MD_CLOSED:
         return UCXM_OK
+    md_tidy(md)
     if force:
         status = close_everything(md, until, error)
     else:

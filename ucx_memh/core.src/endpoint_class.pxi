@@ -1,6 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Endpoint and Operation.
 
+cdef ucxm_status_t ep_query(ep_t *ep, uint32_t *state) noexcept nogil:
+    """The endpoint's state; without the GIL, which the backend may want."""
+    cdef ucxm_status_t status = ep_enter(ep)
+    if status == UCXM_OK:
+        state[0] = ep.md.ep_ops.ep_state(ep.md.priv, &ep.pub)
+        ep_leave(ep)
+    return status
+
+
 cdef ep_t *ep_use(Endpoint self, str op) except NULL:
     cdef ep_t *ep = <ep_t *>self.ep
     cdef ucxm_status_t status = ep_check(ep)
@@ -48,6 +57,17 @@ cdef int transfer_local(transfer_t *transfer, object local, bint writable, str o
     return 0
 
 
+cdef void transfer_forget(void *thing) noexcept nogil:
+    cdef transfer_t *transfer = <transfer_t *>thing
+    if load32(&transfer.refs) == 1:
+        transfer_unuse(transfer)  # never posted, or completed: nobody else is there
+    transfer_put(transfer)
+
+
+cdef void ep_forget(void *ep) noexcept nogil:
+    ep_drop(<ep_t *>ep)
+
+
 @cython.final
 cdef class Operation:
     """An operation under way.  Its buffer is held until it is done, also if this object goes."""
@@ -66,9 +86,7 @@ cdef class Operation:
         cdef transfer_t *transfer = self.transfer
         if transfer == NULL or transfer.md.epoch != fork_epoch:
             return
-        if load32(&transfer.refs) == 1:
-            transfer_unuse(transfer)  # never posted, or completed: nobody else is there
-        transfer_put(transfer)
+        md_drop(transfer.md, transfer, transfer_forget)
 
     def __repr__(self):
         return f"<Operation {self.op} {self.status.name}>"
@@ -204,15 +222,16 @@ cdef class Endpoint:
         if ep == NULL or ep.md.epoch != fork_epoch:
             return
         with nogil:
-            ep_drop(ep)
+            md_drop(ep.md, ep, ep_forget)
 
     def __repr__(self):
         cdef ep_t *ep = <ep_t *>self.ep
-        cdef ucxm_status_t status = ep_enter(ep)
+        cdef uint32_t state = 0
+        cdef ucxm_status_t status
+        with nogil:
+            status = ep_query(ep, &state)
         if status != UCXM_OK:
             return f"<Endpoint {'closed' if status == UCXM_ERR_CLOSED else 'forked'}>"
-        state = ep.md.ep_ops.ep_state(ep.md.priv, &ep.pub)
-        ep_leave(ep)
         return f"<Endpoint {md_component(ep.md)} {_flags.EpState(state).name}>"
 
     def __reduce__(self):
@@ -233,7 +252,8 @@ cdef class Endpoint:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
-        status = ep_address(ep, address, &length, &error)
+        with nogil:
+            status = ep_address(ep, address, &length, &error)
         if status != UCXM_OK:
             raise failure(status, "address", ep.md, &error, {})
         return PyBytes_FromStringAndSize(<const char *>address, length)
@@ -263,12 +283,12 @@ cdef class Endpoint:
         """EpState: IDLE, CONNECTED or ERROR."""
         cdef ep_t *ep = ep_use(self, "state")
         cdef md_t *md = ep.md
-        cdef uint32_t state
-        cdef ucxm_status_t status = ep_enter(ep)
+        cdef uint32_t state = 0
+        cdef ucxm_status_t status
+        with nogil:
+            status = ep_query(ep, &state)
         if status != UCXM_OK:
             raise failure(status, "state", md, NULL, {})
-        state = md.ep_ops.ep_state(md.priv, &ep.pub)
-        ep_leave(ep)
         return _flags.EpState(state)
 
     @property
@@ -316,10 +336,12 @@ cdef class Endpoint:
                 break
             try:
                 revoke_and_wait(memh, False, NULL, "close")
-            except (_errors.RevokedError, _errors.ClosedError):
-                pass  # another thread was faster
+            except (_errors.RevokedError, _errors.ClosedError) as reason:
+                if not revoke_overtaken(memh, reason.status):
+                    raise
             finally:
-                memh_put(memh)
+                with nogil:
+                    memh_put(memh)
         with nogil:
             status = ep_shut(ep, &error)
         if status != UCXM_OK:

@@ -46,6 +46,12 @@ cdef struct placeholders_t:
     uint32_t oldest
     uint32_t count
 
+# An object of the user's that went, and what tears it down.
+cdef struct dropped_t:
+    dropped_t *next
+    void *thing
+    void (*drop)(void *thing) noexcept nogil
+
 cdef struct md_t:
     ucxm_md_ops_t ops
     ucxm_ep_ops_t ep_ops
@@ -72,6 +78,7 @@ cdef struct md_t:
     placeholders_t placeholders
     counters_t counters
     rkey_t **buckets
+    dropped_t *dropped       # of a backend written in Python
     rkey_t *private_rkeys    # not shared: RAW ones, and those over RKEYS_MAX
     stripe_t stripes[STRIPES]
 
@@ -114,6 +121,36 @@ cdef void md_put(md_t *md) noexcept nogil:
     mem_free(md)
 
 
+cdef void md_drop(md_t *md, void *thing, void (*drop)(void *thing) noexcept nogil) noexcept nogil:
+    """A Python object goes.  That may be a garbage collection's doing, in the middle of a backend
+    that is written in Python, with its locks or ours held: then it waits for the next call."""
+    cdef dropped_t *dropped
+    if md.epoch != fork_epoch:
+        return  # the parent's; nothing of it is freed here
+    if not md.attr.python or load32(&md.state) == MD_CLOSED:
+        drop(thing)
+        return
+    dropped = <dropped_t *>mem_alloc(sizeof(dropped_t))
+    if dropped == NULL:
+        return  # the close of the Md finds it
+    dropped.thing = thing
+    dropped.drop = drop
+    push_ptr(<void **>&md.dropped, <void **>&dropped.next, dropped)
+
+
+cdef void md_tidy(md_t *md) noexcept nogil:
+    """Tear down what was dropped.  No lock is held, nor the GIL."""
+    cdef dropped_t *dropped
+    if load_ptr(<void **>&md.dropped) == NULL:
+        return
+    dropped = <dropped_t *>swap_ptr(<void **>&md.dropped, NULL)
+    while dropped != NULL:
+        next = dropped.next
+        dropped.drop(dropped.thing)
+        mem_free(dropped)
+        dropped = next
+
+
 cdef uint32_t fnv1a(const char *text) noexcept nogil:
     """The 32-bit FNV-1a hash: a component's id in packed keys is that of its name."""
     cdef uint32_t digest = 2166136261
@@ -127,6 +164,7 @@ cdef unsigned md_progress(md_t *md) noexcept nogil:
     cdef unsigned count
     if md_enter(md) != UCXM_OK:
         return 0
+    md_tidy(md)
     count = md.ops.progress(md.priv)
     md_leave(md)
     return count

@@ -8,6 +8,9 @@ cdef md_t *md_use(Md self, str op) except NULL:
         raise _errors.ClosedError("the Md is closed", op=op)
     if md.epoch != fork_epoch:
         raise failure(UCXM_ERR_FORKED, op, md, NULL, {})
+    if md.dropped != NULL:
+        with nogil:
+            md_tidy(md)
     return md
 
 
@@ -145,6 +148,7 @@ cdef class Md:
             reg_alignment=attr.reg_alignment,
             mem_types=frozenset(t for t in _flags.MemType if attr.mem_types >> t & 1),
             enforcement=enforcement_table(&attr.enforcement),
+            python=bool(attr.python),
         )
 
     @property
@@ -363,7 +367,8 @@ cdef class Md:
         cdef ucxm_status_t status
         cdef int fd = -1
         memset(&error, 0, sizeof(error))
-        status = md_event_fd(md, &fd, &error)
+        with nogil:  # here and below: a backend may be written in Python, and want the GIL
+            status = md_event_fd(md, &fd, &error)
         if status != UCXM_OK:
             raise failure(status, "event_fd", md, &error, {})
         return fd
@@ -377,7 +382,8 @@ cdef class Md:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         memset(&error, 0, sizeof(error))
-        status = md_arm(md, &error)
+        with nogil:
+            status = md_arm(md, &error)
         if status == UCXM_ERR_BUSY:
             return False
         if status != UCXM_OK:
@@ -393,6 +399,7 @@ cdef class Md:
         cdef const char *name
         cdef uint64_t value
         cdef unsigned index = 0
+        cdef ucxm_status_t status
         cdef ucxm_md_stats_t stats
         md_count(md, &stats)
         counters = {
@@ -414,7 +421,9 @@ cdef class Md:
             "rkey_misses": stats.rkey_misses,
             "transfers": stats.transfers,
         }
-        if md_enter(md) == UCXM_OK:
+        with nogil:
+            status = md_enter(md)
+        if status == UCXM_OK:
             while True:
                 name = NULL
                 value = 0
@@ -437,9 +446,10 @@ cdef class Md:
                                                 component=md_component(md))
             handle = (<Memh>memh).memh
         text[0] = 0
-        if md_enter(md) == UCXM_OK:
-            md.ops.explain(md.priv, handle, text, sizeof(text))
-            md_leave(md)
+        with nogil:
+            if md_enter(md) == UCXM_OK:
+                md.ops.explain(md.priv, handle, text, sizeof(text))
+                md_leave(md)
         return text.decode("utf-8", "replace")
 
     def peer_evict(self, identity):

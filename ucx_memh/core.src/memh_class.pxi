@@ -24,6 +24,12 @@ cdef packed_t *memh_pack(Memh self, object flags) except NULL:
     return packed
 
 
+cdef void memh_forget(void *memh) noexcept nogil:
+    cdef ucxm_error_t error
+    memset(&error, 0, sizeof(error))
+    memh_drop(<ucxm_memh_t *>memh, &error)
+
+
 cdef int revoke_descendants(Memh self, str op) except -1:
     cdef md_t *md = md_of(self.memh)
     cdef ucxm_memh_t *leaf
@@ -36,10 +42,12 @@ cdef int revoke_descendants(Memh self, str op) except -1:
             return 0
         try:
             revoke_and_wait(leaf, False, NULL, op)
-        except (_errors.RevokedError, _errors.ClosedError):
-            pass  # another thread was faster
+        except (_errors.RevokedError, _errors.ClosedError) as reason:
+            if not revoke_overtaken(leaf, reason.status):
+                raise
         finally:
-            memh_put(leaf)
+            with nogil:
+                memh_put(leaf)
 
 
 cdef int revoke_object(Memh self, bint closing, object callback, str op) except -1:
@@ -76,16 +84,14 @@ cdef class Memh:
         raise TypeError("Memh objects are made by Md.mem_reg() and Memh.derive()")
 
     def __dealloc__(self):
-        cdef ucxm_error_t error
         cdef ucxm_memh_t *memh = self.memh
         if memh == NULL:
             return
-        memset(&error, 0, sizeof(error))
         if load32(&memh.id.state) == UCXM_MEMH_CLOSED or md_of(memh).attr.fast_reg:
-            memh_drop(memh, &error)
+            md_drop(md_of(memh), memh, memh_forget)
         else:
             with nogil:
-                memh_drop(memh, &error)
+                md_drop(md_of(memh), memh, memh_forget)
 
     def __repr__(self):
         cdef ucxm_memh_own_t *own = ucxm_memh_own(self.memh)
@@ -159,12 +165,15 @@ cdef class Memh:
         """Who keeps the promises of its keys (EnforcementTable), as the device really does."""
         cdef md_t *md = md_of(self.memh)
         cdef ucxm_enforcement_t cells
-        cdef ucxm_status_t status = md_enter(md)
+        cdef ucxm_status_t status
+        memset(&cells, 0, sizeof(cells))
+        with nogil:
+            status = md_enter(md)
+            if status == UCXM_OK:
+                md.ops.mem_enforcement(md.priv, self.memh, &cells)
+                md_leave(md)
         if status != UCXM_OK:
             raise memh_failure(status, "enforcement", self.memh, NULL)
-        memset(&cells, 0, sizeof(cells))
-        md.ops.mem_enforcement(md.priv, self.memh, &cells)
-        md_leave(md)
         return enforcement_table(&cells)
 
     def derive(self, offset=0, length=None, flags=None, endpoint=None):
@@ -180,6 +189,7 @@ cdef class Memh:
         cdef uint64_t start = as_u64(offset, "offset", "derive")
         cdef uint64_t size, grant
         cdef ucxm_memh_t *memh = NULL
+        cdef ucxm_ep_t *ep = NULL
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         cdef Memh derived
@@ -189,9 +199,13 @@ cdef class Memh:
         else:
             size = own.length - start if start <= own.length else 0
         grant = own.grant if flags is None else as_access(flags, "derive")
-        status = mem_derive(self.memh, start, size, grant,
-                            (<Endpoint?>endpoint).ep if endpoint is not None else NULL,
-                            &memh, &error)
+        if endpoint is not None:
+            ep = (<Endpoint?>endpoint).ep
+        if md_of(self.memh).attr.python:
+            with nogil:
+                status = mem_derive(self.memh, start, size, grant, ep, &memh, &error)
+        else:
+            status = mem_derive(self.memh, start, size, grant, ep, &memh, &error)
         if status != UCXM_OK:
             raise memh_failure(status, "derive", self.memh, &error)
         derived = Memh.__new__(Memh)

@@ -168,6 +168,12 @@ cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *co
     return UCXM_INPROGRESS
 
 
+cdef inline bint revoke_overtaken(ucxm_memh_t *memh, ucxm_status_t status) noexcept nogil:
+    """Another thread was faster; and not a backend that says so and has not done it."""
+    return (status == UCXM_ERR_REVOKED or status == UCXM_ERR_CLOSED) and (
+        load32(&memh.id.state) >= UCXM_MEMH_REVOKED)
+
+
 cdef ucxm_memh_t *revoke_leaf(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     """A live descendant that has none itself, with a reference; NULL when there is none."""
     cdef ucxm_memh_t *leaf

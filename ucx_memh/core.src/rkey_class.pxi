@@ -15,6 +15,10 @@ cdef Rkey rkey_wrap(Md md, rkey_t *rkey):
     return self
 
 
+cdef void rkey_forget(void *rkey) noexcept nogil:
+    rkey_put(<rkey_t *>rkey)
+
+
 @cython.final
 @cython.no_gc
 @cython.freelist(64)
@@ -29,7 +33,7 @@ cdef class Rkey:
 
     def __dealloc__(self):
         if self.rkey != NULL:
-            rkey_put(<rkey_t *>self.rkey)
+            md_drop((<rkey_t *>self.rkey).md, self.rkey, rkey_forget)
 
     def __repr__(self):
         if self.rkey == NULL:
@@ -88,7 +92,7 @@ cdef class Rkey:
         rkey_get(rkey)  # the user may close it in another thread meanwhile
         with nogil:
             status = rkey_ptr(rkey, at, &pointer, &error)
-        rkey_put(rkey)
+            rkey_put(rkey)
         if status != UCXM_OK:
             raise rkey_failure(status, "ptr", rkey_use(self, "ptr"), &error, at, 0)
         return <uintptr_t>pointer
@@ -102,4 +106,8 @@ cdef class Rkey:
         cdef rkey_t *rkey = <rkey_t *>self.rkey
         if rkey != NULL:
             self.rkey = NULL
-            rkey_put(rkey)
+            if rkey.md.attr.python:
+                with nogil:  # which the backend wants
+                    rkey_put(rkey)
+            else:
+                rkey_put(rkey)

@@ -10,12 +10,15 @@
 
 from ucx_memh.testing._alloc import PoisonAllocator, memh_bytes, memh_pointer
 from ucx_memh.testing._fake import OPERATIONS, FakeDevice, open_fake
+from ucx_memh.testing._python import PythonDevice, open_python_device
 
 __all__ = [
     "OPERATIONS",
     "FakeDevice",
     "PoisonAllocator",
+    "PythonDevice",
     "memh_bytes",
     "memh_pointer",
     "open_fake",
+    "open_python_device",
 ]

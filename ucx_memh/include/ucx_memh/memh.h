@@ -244,7 +244,8 @@ typedef struct ucxm_key_info {
  *
  *  - Threads: any call, in any thread, with or without a Python thread state,
  *    needs no GIL and takes none, but for md_open, md_release and whatever an
- *    Md does whose `python` is set.  Calls on one object may run at the same
+ *    Md does whose `python` is set (nobody who has the GIL may call that: it
+ *    can wait for a thread that wants the GIL).  Calls on one object may run at the same
  *    time; invalidate and dereg may race with all of them, and who loses gets
  *    REVOKED or CLOSED.  A pointer must not be used after its own release.
  *  - Errors: nothing has changed, and what would be returned through a pointer
