@@ -26,7 +26,7 @@ from importlib.resources import files
 
 SYSTEM = "libibverbs.so.1"  # of the machine, for an adapter of its kernel
 HEADER = struct.Struct("<HBBHHII32s")  # magic version header_len total_len 0 component 0 owner
-ADDRESS = struct.Struct("<BBBBHBBQII16sQ")  # version size mtu rd_atomic lid link port epoch ...
+ADDRESS = struct.Struct("<BBBBHBBQII16sQQ")  # version size mtu rd_atomic lid link port epoch ...
 EVERY_KEY = 0xFFFFFFFF
 
 
@@ -230,6 +230,7 @@ class RawPeer:
         self.qp = c.c_void_p(_good(self.lib.ibv_create_qp(self.pd, c.byref(attr)), "create_qp"))
         self.qpn = self._u32(self.qp, QP_NUM)
         self._init()
+        self.born = self.epoch
 
     @staticmethod
     def _u32(base: c.c_void_p, offset: int) -> int:
@@ -263,7 +264,7 @@ class RawPeer:
         """Ours, in the form that an endpoint's connect() takes."""
         own = ADDRESS.pack(
             1, ADDRESS.size, self.port.active_mtu, 16, self.port.lid, self.port.link_layer, 1,
-            self.epoch, self.qpn, self.psn, bytes(self.gid.raw), self.guid,
+            self.epoch, self.qpn, self.psn, bytes(self.gid.raw), self.guid, self.born,
         )  # fmt: skip
         total = HEADER.size + ADDRESS.size
         # Component and owner are not told.

@@ -338,10 +338,11 @@ cdef struct ib_op_t:
     uint32_t pending     # work requests under way, plus one while some are still to be posted
     int32_t status
 
-# The last epoch seen of a peer's queue pair.
+# The last epoch seen of a peer's endpoint, which `born`, its first one, tells from all others.
 cdef struct ib_peer_t:
     uint8_t gid[16]
     uint64_t guid
+    uint64_t born
     uint64_t epoch
     uint32_t qpn
 
@@ -352,6 +353,7 @@ cdef struct ib_config_t:
     uint64_t max_msg     # bytes per work request, 0: the device's
     uint8_t atomic_right  # derived keys need the registration's own right for atomics
     uint8_t mw_bind      # which registrations may be bound to windows: IB_MW_BIND_*
+    uint8_t renew        # a reset makes a new queue pair: not every driver forgets at RESET
     uint8_t ask_state    # of queue pairs: not every driver makes an event of a refused peer
 
 cdef struct ib_md_t:
@@ -413,6 +415,7 @@ cdef struct ib_ep_t:
     uint32_t qpn
     uint32_t psn
     uint64_t epoch
+    uint64_t born          # its first epoch
     uint32_t max_inline
     # guarded by md.lock
     uint32_t state         # UCXM_EP_*
@@ -421,6 +424,7 @@ cdef struct ib_ep_t:
     uint8_t proved         # something came back over this connection
     uint8_t resetting
     uint8_t stopped        # by us: what is under way is flushed
+    uint32_t windows       # bound to the queue pair, which must therefore stay
     uint32_t asked         # its state was asked for, and nothing posted since
     uint64_t asked_at
     ucxm_op_t *feed        # posted in part; the rest follows from progress()
@@ -473,6 +477,9 @@ cdef void ib_stat(ib_md_t *md, unsigned index, const char **name, uint64_t *valu
 
 cdef unsigned ib_access(const ib_md_t *md, const ucxm_registration_t *reg) noexcept nogil
 cdef uint32_t ib_ep_qpn(const ucxm_ep_t *ep) noexcept nogil
+
+# A window was bound to its queue pair (1) or freed (-1).
+cdef void ib_ep_windows(ucxm_ep_t *ep, int change) noexcept nogil
 # Posts `wr`, which moves no data, over a connected endpoint and waits until the device has done
 # it.  One call at a time for an Md: those under the core's key lock are.
 cdef ucxm_status_t ib_ep_work(ib_md_t *md, ucxm_ep_t *ep, ibv_send_wr *wr,

@@ -114,7 +114,7 @@ cdef enum:
     DRAIN_SECONDS = 10       # a device that flushes nothing for so long is given up
     TICKET = 0x7fffffff      # the low half of such a wr_id; of an operation it is a small index
     ADDRESS_VERSION = 1
-    ADDRESS_SIZE = 48
+    ADDRESS_SIZE = 56
 
 include "verbs.src/loader.pxi"
 include "verbs.src/errors.pxi"

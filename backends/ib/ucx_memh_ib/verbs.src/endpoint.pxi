@@ -5,6 +5,13 @@ cdef uint32_t ib_ep_qpn(const ucxm_ep_t *ep) noexcept nogil:
     return (<ib_ep_t *>ep.priv).qpn
 
 
+cdef void ib_ep_windows(ucxm_ep_t *pub, int change) noexcept nogil:
+    cdef ib_ep_t *ep = <ib_ep_t *>pub.priv
+    pthread_mutex_lock(&ep.md.lock)
+    ib_store32(&ep.windows, ep.windows + <uint32_t>change)
+    pthread_mutex_unlock(&ep.md.lock)
+
+
 cdef int qp_modify(ib_ep_t *ep, ibv_qp_attr *attr, int mask) noexcept nogil:
     ib_count(&ep.md.counts.modify_qp)
     return ep.md.verbs.modify_qp(ep.qp, attr, mask)
@@ -88,6 +95,7 @@ cdef ucxm_status_t ib_ep_create(void *priv, ucxm_ep_t *pub, ucxm_error_t *error)
         return call_failed(error, failed, "ibv_modify_qp to INIT")
     pthread_mutex_init(&ep.lock, NULL)
     epoch_next(ep)
+    ep.born = ep.epoch
     pthread_mutex_lock(&md.lock)
     ep.next = md.eps
     if ep.next != NULL:
@@ -204,7 +212,7 @@ cdef void ib_ep_destroy(void *priv, ucxm_ep_t *pub) noexcept nogil:
 cdef ucxm_status_t ib_ep_address(void *priv, ucxm_ep_t *pub, uint8_t *address, size_t *length,
                                  ucxm_error_t *error) noexcept nogil:
     """Version, size, path MTU, reads answered at a time, lid u16, link layer, port, epoch u64,
-    queue pair u32, first packet number u32, gid, node guid u64; little-endian."""
+    queue pair u32, first packet number u32, gid, node guid u64, first epoch u64; little-endian."""
     cdef ib_md_t *md = <ib_md_t *>priv
     cdef ib_ep_t *ep = <ib_ep_t *>pub.priv
     pthread_mutex_lock(&ep.lock)
@@ -220,6 +228,7 @@ cdef ucxm_status_t ib_ep_address(void *priv, ucxm_ep_t *pub, uint8_t *address, s
     ib_put32(address + 20, ep.psn)
     memcpy(address + 24, md.gid.raw, 16)
     ib_put64(address + 40, md.guid)
+    ib_put64(address + 48, ep.born)
     length[0] = ADDRESS_SIZE
     pthread_mutex_unlock(&ep.lock)
     return UCXM_OK
@@ -252,6 +261,7 @@ cdef ucxm_status_t address_parse(const uint8_t *bytes, size_t length, address_t 
     address.psn = ib_get32(bytes + 20)
     memcpy(address.peer.gid, bytes + 24, 16)
     address.peer.guid = ib_get64(bytes + 40)
+    address.peer.born = ib_get64(bytes + 48)
     if (address.peer.qpn == 0 or address.peer.qpn > 0xffffff or address.psn > 0xffffff or
             address.mtu < 1 or address.mtu > 5 or address.peer.epoch == 0):
         return ib_fail(error, UCXM_ERR_INVALID_PARAM, 0, "a damaged endpoint address")
@@ -259,7 +269,7 @@ cdef ucxm_status_t address_parse(const uint8_t *bytes, size_t length, address_t 
 
 
 cdef inline bint same_peer(const ib_peer_t *one, const ib_peer_t *other) noexcept nogil:
-    return one.qpn == other.qpn and one.guid == other.guid and (
+    return one.born == other.born and one.guid == other.guid and (
         memcmp(one.gid, other.gid, 16) == 0)
 
 
@@ -368,6 +378,25 @@ cdef ucxm_status_t ib_ep_connect(void *priv, ucxm_ep_t *pub, const uint8_t *byte
     return status
 
 
+cdef int qp_forget(ib_ep_t *ep) noexcept nogil:
+    """Back to INIT, with nothing left of the life before.  The endpoint's lock is held."""
+    cdef ib_md_t *md = ep.md
+    cdef ibv_qp *old = ep.qp
+    cdef ibv_qp *fresh
+    cdef int failed = qp_to(ep, IBV_QPS_RESET)
+    if failed == 0 and md.config.renew and ib_load32(&ep.windows) == 0:
+        # rxe goes on refusing after it has refused a read in the middle, also after RESET.
+        fresh = qp_create(md, &ep.max_inline)
+        if fresh != NULL:
+            pthread_mutex_lock(&md.lock)
+            ep.qp = fresh
+            ep.qpn = fresh.qp_num
+            pthread_mutex_unlock(&md.lock)
+            ib_count(&md.counts.destroy_qp)
+            md.verbs.destroy_qp(old)
+    return failed if failed else qp_init(ep)
+
+
 cdef ucxm_status_t ib_ep_reset(void *priv, ucxm_ep_t *pub, ucxm_error_t *error) noexcept nogil:
     cdef ib_md_t *md = <ib_md_t *>priv
     cdef ib_ep_t *ep = <ib_ep_t *>pub.priv
@@ -382,9 +411,7 @@ cdef ucxm_status_t ib_ep_reset(void *priv, ucxm_ep_t *pub, ucxm_error_t *error) 
     ep_stop(ep)
     ep_drain(ep)
     pthread_mutex_lock(&ep.lock)
-    failed = qp_to(ep, IBV_QPS_RESET)
-    if failed == 0:
-        failed = qp_init(ep)
+    failed = qp_forget(ep)
     pthread_mutex_unlock(&ep.lock)
     if failed == 0:
         ep_sweep(ep)

@@ -131,6 +131,8 @@ cdef ucxm_status_t bind_type2(md_t *md, window_t *window, ibv_mw_bind_info *info
     status = ib_ep_work(&md.ib, own.ep, &wr, error)
     if status == UCXM_OK:
         window.mw.rkey = wr.bind_mw.rkey
+        window.bound = 1
+        ib_ep_windows(own.ep, 1)
     return status
 
 

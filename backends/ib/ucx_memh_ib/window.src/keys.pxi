@@ -64,11 +64,14 @@ cdef ucxm_status_t window_key_destroy(void *priv, const ucxm_memh_t *memh, ucxm_
     pair in good health.  Gone is what the verb says is gone, and nothing else."""
     cdef md_t *md = <md_t *>priv
     cdef window_t *window = <window_t *>slot.object
+    cdef bint bound = window.bound
     cdef int failed = window_dealloc(md, window)
     if failed and not window.asked:
         window_forget(md, window, memh)
         failed = window_dealloc(md, window)
     if failed == 0:
+        if bound and memh != NULL:  # of a key without a handle the endpoint may be gone
+            ib_ep_windows(ucxm_memh_own(memh).ep, -1)
         slot.object = NULL
         return UCXM_OK
     return ib_fail(error, ib_errno_status(failed) if failed in (EAGAIN, EBUSY, ENODEV, ENOMEM)

@@ -52,6 +52,7 @@ cdef ucxm_status_t md_setup(md_t *md, ucxm_verbs_t *verbs, ibv_context *context,
     if status != UCXM_OK:
         return status
     md.ib.config.ask_state = 1
+    md.ib.config.renew = 1
     if md.caps & IBV_DEVICE_MEM_WINDOW == 0:
         md.ib.config.mw_bind = 0
         return UCXM_OK
