@@ -160,12 +160,13 @@ class PythonDevice:
     def complete(self, count: int | None = None, status: Status = Status.OK) -> int:
         """Finish destructions, the oldest first; with an error the keys stay."""
         done = 0
-        while self.dying and done != count:
-            value, completion = self.dying.popleft()
-            if status == Status.OK:
-                del self.keys[value]
-            completion(status)
-            done += 1
+        with self._wire:
+            while self.dying and done != count:
+                value, completion = self.dying.popleft()
+                if status == Status.OK:
+                    del self.keys[value]
+                completion(status)
+                done += 1
         return done
 
     # ---- the peer's side
@@ -236,14 +237,15 @@ class PythonDevice:
         if not self.deferred:
             self._carry_out(ep.data, op)
             return None
-        if len(self.posted) >= 1024:
-            raise BusyError(status=Status.NO_RESOURCE)
-        self.posted.append((ep.data, op))
+        with self._wire:
+            if len(self.posted) >= 1024:
+                raise BusyError(status=Status.NO_RESOURCE)
+            self.posted.append((ep.data, op))
         self._wake()
         return Status.INPROGRESS
 
     def _flush(self, end: _End) -> None:
-        """Drop what is queued; the library completes it."""
+        """Drop what is queued; the library completes it.  None is being carried out then."""
         with self._wire:
             self.posted = deque(item for item in self.posted if item[0] is not end)
 
@@ -291,13 +293,12 @@ class PythonDevice:
     def progress(self) -> int:
         self._enter("progress")
         done = self.complete() if self.destroy == "progress" else 0
-        while True:
-            try:
-                end, op = self.posted.popleft()
-            except IndexError:
-                return done
-            self._carry_out(end, op)
-            done += 1
+        while self.posted:
+            with self._wire:
+                if self.posted:
+                    self._carry_out(*self.posted.popleft())
+                    done += 1
+        return done
 
     def _wake(self) -> None:
         os.eventfd_write(self.event, 1)
