@@ -30,8 +30,7 @@ def test_a_write_stops_for_good(owner, attacker, size):
         win = base.derive()
         rkey, _ = keys(win.mkey_pack())
         attacker.start("fill", rkey, base.address, size, 0xEE)
-        while not memory[0]:
-            pass
+        wait_for(lambda: memory[0], "a write")
         win.invalidate()
         frozen = bytes(memory)
         status = attacker.answer()
@@ -102,9 +101,9 @@ def memory():
 # ---- killed, by SIGKILL ----
 
 
-def test_a_peer_is_killed_while_it_streams(owner, device, peer, library):
+def test_a_peer_is_killed_while_it_streams(owner, device, peer, library, size):
     """Its window goes like any other, nothing comes after it, and the others do not notice."""
-    part = MIB
+    part = size // 64
     memory = bytearray(2 * part)
     base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
     victim = Library(peer, device.where)
@@ -113,8 +112,7 @@ def test_a_peer_is_killed_while_it_streams(owner, device, peer, library):
     win, other = base.derive(0, part), base.derive(part, part)
     library.start("churn", other.mkey_pack(), part, device.times(50))
     victim.start("stream", win.mkey_pack(), part)
-    while memory[0] < 3:
-        pass
+    wait_for(lambda: memory[0] >= 3, "a stream of writes")
     victim.peer.kill()
     win.invalidate()
     frozen = memory[:part]
@@ -140,8 +138,7 @@ def test_an_owner_is_killed_in_the_middle_of_a_transfer(owner, device, peer, siz
         ep.get(rkey, address, memoryview(into)[:64])
         assert into[:64] == b"\x5a" * 64
         operation = ep.get_nb(rkey, address, into)
-        while not operation.done and not into[65]:
-            pass
+        wait_for(lambda: operation.done or into[65], "a transfer that moves")
         far.peer.kill()
         if not operation.done:
             # The kernel may take a dying owner's windows before its queue pairs.
