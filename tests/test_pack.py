@@ -20,6 +20,7 @@ from _fakes import (
     IDENTITY,
     PUT,
     RAW,
+    REMOTE,
     RMA,
     Envelope,
     crc32c,
@@ -256,3 +257,44 @@ def test_the_first_pack_of_32_threads_makes_one_key(fakes):
     assert len(keys) == 32
     assert len(set(keys)) == 1
     assert device.count("key_create") == 1
+
+
+# ---- asked without a domain ----
+
+
+def test_key_query_reads_the_envelope(fakes):
+    md, _, _one, two = fakes.connected()
+    base = md.mem_reg(bytearray(4096))
+    win = base.derive(64, 128, GET, endpoint=two)
+    for memh, revocable, bound in [(base, False, False), (win, True, True)]:
+        key = memh.mkey_pack()
+        info = um.key_query(key + b"another one")
+        assert (info.key_id, info.address, info.length) == (memh.key_id, memh.address, memh.length)
+        assert info.flags == (REMOTE if memh is base else GET)
+        assert (info.size, info.owner) == (len(key), key[48:80])
+        assert (info.revocable, info.endpoint_bound) == (revocable, bound)
+        assert info.component == Envelope.of(key).component
+    with pytest.raises(um.MalformedKeyError):
+        um.key_query(key[:-1])
+    with pytest.raises(um.KeyVersionError):
+        um.key_query(sealed(key, version=2))
+    win.invalidate()
+    with pytest.raises(um.RevokedError):
+        um.key_query(win.revoke_notice())
+
+
+def test_peer_probe_keeps_nothing(fakes):
+    md, device = fakes()
+    key = md.mem_reg(bytearray(64)).mkey_pack()
+    assert md.peer_probe(key) is None
+    assert md.stats()["live_rkeys"] == 0
+    rkey = md.rkey_unpack(key)
+    asked = device.count("rkey_unpack")
+    device.fail("rkey_unpack", um.Status.PEER_GONE)
+    with pytest.raises(um.PeerGoneError):
+        md.peer_probe(key)  # though it is known
+    md.peer_probe(key)
+    assert device.count("rkey_unpack") == asked + 2
+    assert rkey.length == 64
+    with pytest.raises(um.MalformedKeyError):
+        md.peer_probe(b"")

@@ -15,11 +15,14 @@ from ucx_memh.resources import (
     ComponentInfo,
     EnforcementRow,
     EnforcementTable,
+    KeyInfo,
     MdAttr,
     MdResource,
 )
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from ucx_memh.bundle import Bundle, BundleMemh, BundleRkey
     from ucx_memh.core import Endpoint, Md, Memh, Operation, Rkey
 
@@ -35,6 +38,7 @@ __all__ = [
     "Endpoint",
     "EnforcementRow",
     "EnforcementTable",
+    "KeyInfo",
     "Md",
     "MdAttr",
     "MdResource",
@@ -44,6 +48,7 @@ __all__ = [
     "components",
     "get_cython_path",
     "get_include",
+    "key_query",
     "open_md",
     "query_mds",
 ]
@@ -82,6 +87,16 @@ def open_md(spec: "str | MdResource", **config: object) -> "Md":
     from ucx_memh.plugins import open_md
 
     return open_md(spec, config)
+
+
+def key_query(key: "Buffer") -> KeyInfo:
+    """What a packed key says: its envelope, checked; nothing is attached and no domain asked.
+
+    MalformedKeyError, KeyVersionError, RevokedError (a revoke notice).  Any thread may call it.
+    """
+    from ucx_memh.core import key_query
+
+    return key_query(key)
 
 
 def get_include() -> str:

@@ -4,7 +4,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ucx_memh.flags import Enforcement, MdFlag, MemType
+from ucx_memh.flags import Enforcement, MdFlag, MemFlag, MemType
 
 __all__ = [
     "AVAILABLE",
@@ -15,6 +15,7 @@ __all__ = [
     "ComponentInfo",
     "EnforcementRow",
     "EnforcementTable",
+    "KeyInfo",
     "MdAttr",
     "MdResource",
 ]
@@ -103,3 +104,22 @@ class MdAttr:
     mem_types: frozenset[MemType]
     enforcement: EnforcementTable
     python: bool = False  # the backend is written in Python: its calls take the GIL
+
+
+@dataclass(frozen=True, slots=True)
+class KeyInfo:
+    """What stands in a packed key's envelope."""
+
+    component: int
+    """The id of its component: the 32-bit FNV-1a hash of the name."""
+    key_id: int
+    address: int
+    length: int
+    flags: MemFlag
+    """The remote rights that the key gives."""
+    owner: bytes
+    """The identity of the process that packed it, 32 bytes."""
+    size: int
+    """Bytes of the packed key, behind which a buffer may hold others."""
+    revocable: bool
+    endpoint_bound: bool

@@ -452,6 +452,24 @@ cdef class Md:
                 md_leave(md)
         return text.decode("utf-8", "replace")
 
+    def peer_probe(self, key):
+        """Could this packed key be used now?  Returns if so, and keeps nothing.
+
+        Looks at the key's owner anew, whatever is known of it.  Raises PeerGoneError,
+        UnreachableError, StaleKeyError: no, and why; and what rkey_unpack raises.
+        """
+        cdef md_t *md = md_use(self, "peer_probe")
+        cdef Py_buffer view
+        cdef ucxm_error_t error
+        cdef ucxm_status_t status
+        memset(&error, 0, sizeof(error))
+        get_buffer(key, &view, False, "peer_probe")
+        with nogil:
+            status = peer_probe(md, <const uint8_t *>view.buf, view.len, &error)
+        PyBuffer_Release(&view)
+        if status != UCXM_OK:
+            raise failure(status, "peer_probe", md, &error, {})
+
     def peer_evict(self, identity):
         """Forget what is remembered about a peer (`Rkey.owner`): its keys become stale."""
         cdef md_t *md = md_use(self, "peer_evict")
