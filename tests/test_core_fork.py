@@ -3,41 +3,16 @@
 
 import gc
 import os
-import pickle
 import subprocess
 import threading
 import time
-import traceback
 from contextlib import suppress
 
 import pytest
 
 import ucx_memh as um
 from _fakes import IDENTITY, RAW, RMA
-
-
-def in_child(function):
-    """What `function` returns in a forked child; what it raises there fails the test."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        answer = None
-        try:
-            os.close(reading)
-            answer = True, function()
-        except BaseException:
-            answer = False, traceback.format_exc()
-        finally:
-            os.write(writing, pickle.dumps(answer))
-            os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as pipe:
-        data = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    assert status == 0
-    good, value = pickle.loads(data)
-    assert good, value
-    return value
+from _fork import in_child
 
 
 class Family:
