@@ -606,3 +606,30 @@ cdef ucxm_status_t ucxm_ep_transfer(ucxm_ep_t *handle, ucxm_transfer_t *user,
     else:
         transfer_end(transfer, status)
     return status
+
+
+# ---- and from Python ----
+
+def key_query(key):
+    """What a packed key says (KeyInfo): its envelope, checked; nothing is attached or asked.
+
+    Raises MalformedKeyError, KeyVersionError, RevokedError (a revoke notice).
+    """
+    cdef Py_buffer view
+    cdef ucxm_key_info_t info
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    cdef uint32_t component = 0
+    cdef size_t size = 0
+    get_buffer(key, &view, False, "key_query")
+    status = ucxm_key_query(view.buf, view.len, &info, &component, &size, &error)
+    PyBuffer_Release(&view)
+    if status != UCXM_OK:
+        raise _errors.error_from_status(status, "key_query", "",
+                                        error.text.decode("utf-8", "replace"))
+    return _resources.KeyInfo(
+        component=component, key_id=info.key_id, address=info.address, length=info.length,
+        flags=_flags.MemFlag(info.rights),
+        owner=PyBytes_FromStringAndSize(<const char *>&info.owner, sizeof(info.owner)),
+        size=size, revocable=bool(info.flags & UCXM_KEY_FLAG_REVOCABLE),
+        endpoint_bound=bool(info.flags & UCXM_KEY_FLAG_ENDPOINT))
