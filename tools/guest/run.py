@@ -39,6 +39,7 @@ from typing import NoReturn
 
 BOOT = 90  # seconds that a guest has to come up; 5 to 15 are usual
 TRIES = 3  # boots; with two CPUs one in 50 dies: QEMU loses to a kernel that patches itself
+FAST = 1.5  # times as fast as ours a guest's clock may run: none but a wrong one is near that
 LINGER = 10  # seconds for the next output when the command has ended
 TAIL = 6000  # bytes of console that an error shows
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -104,6 +105,9 @@ class Guest:
         self.console = b""  # its end
         self.said = b""  # by the guest's init; a whole line is taken from it
         self.ready = False
+        self.fast = False
+        self.clock = options.clock
+        self.started = time.monotonic()
         self.code: int | None = None
         self.deadline = time.monotonic() + BOOT
         self.late = False
@@ -155,8 +159,12 @@ class Guest:
     def _on_control(self, data: bytes) -> None:
         *lines, self.said = (self.said + data).split(b"\n")
         for line in lines:
-            if line == b"ready":
+            if line.startswith(b"ready "):
                 self.ready = True
+                # Its kernel measures its clock while this machine does other things as well, and
+                # once in a while is wrong by a factor: then nothing in it waits as long as it says.
+                real = time.monotonic() - self.started
+                self.fast = self.clock == "wall" and float(line[6:]) > FAST * real
             else:
                 self.code = int(line)
 
@@ -182,6 +190,8 @@ class Guest:
         found = re.search(rb".*\b(?:Oops|BUG|panic|qemu-system-\w+)\b.*", self.console)
         if found:
             return found[0].decode(errors="replace").strip()
+        if self.fast:
+            return "its clock runs too fast"
         return f"it took {BOOT} s" if self.late else f"QEMU ended with {self.process.wait()}"
 
     def exit_code(self, timeout: float) -> int:
@@ -284,7 +294,7 @@ def attempt(commands: list[list[str]], options: argparse.Namespace) -> list[int]
                     key.data()
                 for guest in guests:
                     guest.kill_if_late()
-                    if not begun and not guest.channels:
+                    if not begun and (guest.fast or not guest.channels):
                         raise BootError(guest)
                 if not begun and all(guest.ready for guest in guests):
                     begun = True
