@@ -36,9 +36,9 @@ from ucx_memh_ib.verbs cimport (
     IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW, IBV_WR_LOCAL_INV,
     IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, ib_coarse_ns, ib_config_t, ib_count, ib_drop_events,
     ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status, ib_fail, ib_load64,
-    ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64, ib_random_psn, ib_reg_t,
-    ib_stat, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_mr, ibv_mw, ibv_mw_bind_info,
-    ibv_pd, ibv_poll_cq, ibv_post_send, ibv_qp, ibv_qp_attr, ibv_qp_init_attr, ibv_send_wr,
+    ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64, ib_random_psn,
+    ib_reg_t, ib_stat, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_mr, ibv_mw,
+    ibv_mw_bind_info, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_qp, ibv_qp_attr, ibv_qp_init_attr, ibv_send_wr,
     ibv_sge, ibv_wc, ucxm_verbs_t, verbs_table,
 )
 
