@@ -26,20 +26,19 @@ from ucx_memh.libmemh cimport (
     ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
-    IB_MW_BIND_ANY, IB_NO_KEY, IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND,
-    IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE,
-    IBV_LINK_LAYER_ETHERNET, IBV_QP_ACCESS_FLAGS, IBV_QP_AV, IBV_QP_DEST_QPN,
-    IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_MAX_QP_RD_ATOMIC, IBV_QP_MIN_RNR_TIMER, IBV_QP_PATH_MTU,
-    IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_RETRY_CNT, IBV_QP_RNR_RETRY, IBV_QP_RQ_PSN,
-    IBV_QP_SQ_PSN, IBV_QP_STATE, IBV_QP_TIMEOUT, IBV_QPS_INIT, IBV_QPS_RESET, IBV_QPS_RTR,
-    IBV_QPS_RTS, IBV_QPT_RC, IBV_SEND_SIGNALED, IBV_WC_REM_ACCESS_ERR, IBV_WC_SUCCESS,
-    IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW, IBV_WR_LOCAL_INV,
-    IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, ib_coarse_ns, ib_config_t, ib_count, ib_drop_events,
-    ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status, ib_fail, ib_load64,
-    ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64, ib_random_psn,
-    ib_reg_t, ib_stat, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_mr, ibv_mw,
-    ibv_mw_bind_info, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_qp, ibv_qp_attr, ibv_qp_init_attr, ibv_send_wr,
-    ibv_sge, ibv_wc, ucxm_verbs_t, verbs_table,
+    IB_MW_BIND_ANY, IB_NO_KEY, IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND, IBV_ACCESS_REMOTE_ATOMIC,
+    IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, IBV_LINK_LAYER_ETHERNET, IBV_QP_ACCESS_FLAGS,
+    IBV_QP_AV, IBV_QP_DEST_QPN, IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_MAX_QP_RD_ATOMIC,
+    IBV_QP_MIN_RNR_TIMER, IBV_QP_PATH_MTU, IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_RETRY_CNT,
+    IBV_QP_RNR_RETRY, IBV_QP_RQ_PSN, IBV_QP_SQ_PSN, IBV_QP_STATE, IBV_QP_TIMEOUT, IBV_QPS_INIT,
+    IBV_QPS_RESET, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPT_RC, IBV_SEND_SIGNALED, IBV_WC_REM_ACCESS_ERR,
+    IBV_WC_SUCCESS, IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW,
+    IBV_WR_LOCAL_INV, IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, ib_coarse_ns, ib_config_t, ib_count,
+    ib_drop_events, ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status, ib_fail,
+    ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64,
+    ib_random_psn, ib_reg_t, ib_stat, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_mr,
+    ibv_mw, ibv_mw_bind_info, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_qp, ibv_qp_attr,
+    ibv_qp_init_attr, ibv_send_wr, ibv_sge, ibv_wc, ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status
