@@ -74,6 +74,45 @@ def test_a_read_stops_for_good(owner, device, attacker, size):
     assert memory == b"\x11" * size
 
 
+def test_a_reset_heals_a_connection_whose_read_was_cut_off(owner):
+    """Contract 11; rxe's queue pair goes on refusing after that, through RESET."""
+    memory = bytearray(b"\x11") * (8 * MIB)
+    base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
+    with owner.endpoint() as far, owner.endpoint() as near:
+        other = base.derive(0, 64)
+        sibling = owner.rkey_unpack(other.mkey_pack())
+        refused = False
+        for _ in range(TRIES):
+            near.connect(far.address)
+            far.connect(near.address)
+            win = base.derive()
+            rkey = owner.rkey_unpack(win.mkey_pack())
+            into = bytearray(8 * MIB)
+            operations = [near.get_nb(rkey, base.address, into) for _ in range(8)]
+            wait_for(lambda: operations[0].done or owner.progress() or into[0])  # noqa: B023
+            win.invalidate()
+            for operation in operations:
+                try:
+                    operation.wait(60)
+                except (um.RemoteAccessError, um.FlushedError):
+                    refused = True
+            rkey.close()
+            far.reset()
+            near.reset()
+            if refused:
+                break
+        assert refused
+        near.connect(far.address)
+        far.connect(near.address)
+        few = bytearray(64)
+        near.get(sibling, base.address, few)
+        assert few == memory[:64]
+        near.put(sibling, base.address, b"after it all")
+        assert memory[:12] == b"after it all"
+        sibling.close()
+    base.dereg(cascade=True)
+
+
 def test_revoking_needs_no_connection_in_good_health(owner, attacker, memory):
     """The connection is broken, then the keys go, of either kind; a new one does not get at it."""
     base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
