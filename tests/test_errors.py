@@ -59,7 +59,8 @@ def test_standard_parent(name):
 
 
 def test_no_class_is_forgotten():
-    assert {cls.__name__ for cls in um.MemhError.__subclasses__()} == set(PARENTS)
+    ours = [cls for cls in um.MemhError.__subclasses__() if cls.__module__ == "ucx_memh.errors"]
+    assert {cls.__name__ for cls in ours} == set(PARENTS)
 
 
 @pytest.mark.parametrize("status", FAILURES, ids=lambda status: status.name)

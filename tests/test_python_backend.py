@@ -20,7 +20,7 @@ from _fakes import ALL, ATOMIC, GET, PLAIN, PUT, RMA
 from _fakes import AMO as AMO_PACK
 from ucx_memh import EpState, MdFlag, MemhState, Status
 from ucx_memh.python_backend import KeyKind, bind
-from ucx_memh.testing import PythonDevice, open_python_device
+from ucx_memh.testing import PoisonAllocator, PythonDevice, open_python_device
 from ucx_memh.testing._python import FLAGS
 
 HERE = Path(__file__).parent
@@ -165,6 +165,45 @@ def test_it_is_given_back(devices):
     del md, device, one, two, base, win, rkey
     gc.collect()
     assert watch() is None
+
+
+def test_what_is_dropped_waits_for_the_next_call(devices):
+    """Not for a backend's locks, in the middle of a garbage collection."""
+    md, device = devices()
+    memory = bytearray(64)
+    base = md.mem_reg(memory)
+    win = base.derive()
+    rkey, end = md.rkey_unpack(win.mkey_pack()), md.endpoint()
+    before = dict(device.calls)
+    del base, win, rkey, end
+    assert device.calls == before
+    with pytest.raises(BufferError):
+        memory.append(0)
+    md.progress()
+    calls = ("mem_dereg", "key_destroy", "rkey_release", "ep_destroy")
+    assert [device.calls[call] for call in calls] == [1, 1, 1, 1]
+    memory.append(0)
+    base = md.mem_reg(memory)
+    del base
+    md.close()  # nothing is in use
+    memory.append(0)
+
+
+def test_nothing_is_leaked(frozen_heap):
+    with PoisonAllocator() as allocator:
+        opener = Devices()
+        for options in ({}, {"destroy": "progress", "deferred": True}):
+            shop = Shop(opener, **options)
+            operation = shop.one.get_nb(shop.rkey, shop.rkey.address, bytearray(8))
+            third = shop.base.derive(endpoint=shop.two)
+            third.mkey_pack()
+            del operation, third
+            shop.md.close(force=True)
+        del shop
+        opener.opened.clear()
+        gc.collect()
+        allocator.check()
+        assert allocator.live == 0
 
 
 # ---- bind ----
@@ -887,7 +926,28 @@ if not {kept}:
 atexit.register(lambda: print(md.mem_reg(bytearray(8)).state.name))  # Python may still
 """
     done = python("-X", "faulthandler", "-c", script)
-    assert done.stdout.splitlines() == ["LIVE", "CLOSED, every call"]
+    assert done.stdout.splitlines() == ["LIVE", "every call as it should be"]
+    assert done.stderr == ""
+
+
+def test_backends_in_c_outlive_the_interpreter(python, c_user):
+    """With what Python had registered, derived and left under way."""
+    script = f"""
+{TABLE}
+from ucx_memh.testing import open_fake
+library = ctypes.CDLL({c_user!r})
+md, device = open_fake(destroy="progress")
+kept = [md, device, md.mem_reg(bytearray(64)), md.mem_reg(address=1, length=8, owner=object())]
+kept += [kept[2].derive(), kept[2].derive()]
+kept[4].mkey_pack()
+kept[4].invalidate(print)
+kept[5].mkey_pack()
+for thing in kept:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+assert library.call_late_c(api, ctypes.c_void_p(of(md))) == 0
+"""
+    done = python("-X", "faulthandler", "-c", script)
+    assert done.stdout.splitlines() == ["every call as it should be"]
     assert done.stderr == ""
 
 

@@ -13,6 +13,9 @@ cdef extern from *:
     static inline void ucxm_store32(uint32_t *p, uint32_t v) {
         __atomic_store_n(p, v, __ATOMIC_RELEASE);
     }
+    static inline void ucxm_store32_sc(uint32_t *p, uint32_t v) {
+        __atomic_store_n(p, v, __ATOMIC_SEQ_CST);
+    }
     static inline int ucxm_cas32(uint32_t *p, uint32_t from, uint32_t to) {
         return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST,
                                            __ATOMIC_SEQ_CST);
@@ -77,6 +80,7 @@ cdef extern from *:
     uint32_t load32 "ucxm_load32"(const uint32_t *p) noexcept nogil
     uint32_t load32_sc "ucxm_load32_sc"(const uint32_t *p) noexcept nogil
     void store32 "ucxm_store32"(uint32_t *p, uint32_t v) noexcept nogil
+    void store32_sc "ucxm_store32_sc"(uint32_t *p, uint32_t v) noexcept nogil
     bint cas32 "ucxm_cas32"(uint32_t *p, uint32_t old, uint32_t new) noexcept nogil
     uint32_t add32 "ucxm_add32"(uint32_t *p, uint32_t v) noexcept nogil
     uint32_t sub32 "ucxm_sub32"(uint32_t *p, uint32_t v) noexcept nogil
@@ -106,6 +110,10 @@ cdef extern from "pthread.h" nogil:
 cdef extern from "sched.h" nogil:
     int sched_yield()
 
+cdef extern from "Python.h" nogil:
+    int Py_IsInitialized()
+    void *PyGILState_GetThisThreadState()
+
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 
@@ -113,6 +121,12 @@ cdef inline uint64_t now_ns() noexcept nogil:
     cdef timespec now
     clock_gettime(CLOCK_MONOTONIC, &now)
     return <uint64_t>now.tv_sec * 1000000000 + <uint64_t>now.tv_nsec
+
+
+cdef inline bint python_lives() noexcept nogil:
+    """May this thread take the GIL?  A C caller may outlive the interpreter; then what Python gave
+    is not given back any more.  The thread that ends the interpreter still may."""
+    return Py_IsInitialized() or PyGILState_GetThisThreadState() != NULL
 
 
 ctypedef void *(*alloc_fn)(size_t size) noexcept nogil

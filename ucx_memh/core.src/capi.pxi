@@ -84,17 +84,30 @@ cdef ucxm_status_t exception_status(object exception, ucxm_error_t *error) noexc
         return UCXM_ERR_IO_ERROR
 
 
+# With functions of their own, for one that has `with gil` in it takes it at its end in any case.
+cdef ucxm_status_t open_with_gil(const char *name, const ucxm_setting_t *settings, size_t count,
+                                 ucxm_md_t **md, ucxm_error_t *error) noexcept with gil:
+    try:
+        return open_python(name, settings, count, md, error)
+    except BaseException as exception:
+        return exception_status(exception, error)
+
+
+cdef void release_with_gil(md_t *md) noexcept with gil:
+    cdef PyObject *holder = md.holder
+    md.holder = NULL
+    Py_DECREF(<object>holder)
+
+
 cdef ucxm_status_t ucxm_md_open(const char *name, const ucxm_setting_t *settings, size_t count,
                                 ucxm_md_t **md, ucxm_error_t *error) noexcept nogil:
     say_nothing(error)
     md[0] = NULL
     if count > SETTINGS_MAX or (count != 0 and settings == NULL):
         return refuse(error, UCXM_ERR_INVALID_PARAM, "too many settings, or none where some are")
-    with gil:
-        try:
-            return open_python(name, settings, count, md, error)
-        except BaseException as exception:
-            return exception_status(exception, error)
+    if not python_lives():
+        return refuse(error, UCXM_ERR_CLOSED, "the Python interpreter has ended")
+    return open_with_gil(name, settings, count, md, error)
 
 
 cdef ucxm_status_t ucxm_md_query(ucxm_md_t *handle, ucxm_md_info_t *out) noexcept nogil:
@@ -128,13 +141,9 @@ cdef ucxm_status_t ucxm_md_close(ucxm_md_t *handle, uint32_t flags,
 
 cdef void ucxm_md_release(ucxm_md_t *handle) noexcept nogil:
     cdef md_t *md = <md_t *>handle
-    cdef PyObject *holder
-    if md == NULL or md.epoch != fork_epoch or md.holder == NULL:
+    if md == NULL or md.epoch != fork_epoch or md.holder == NULL or not python_lives():
         return
-    with gil:
-        holder = md.holder
-        md.holder = NULL
-        Py_DECREF(<object>holder)
+    release_with_gil(md)
 
 
 cdef unsigned ucxm_md_progress(ucxm_md_t *md) noexcept nogil:

@@ -87,6 +87,6 @@ cdef ucxm_status_t identity_read() noexcept with gil:
 cdef ucxm_status_t identity_self(ucxm_identity_t *identity) noexcept nogil:
     cdef ucxm_status_t status = UCXM_OK
     if own_identity_epoch != fork_epoch:
-        status = identity_read()
+        status = identity_read() if python_lives() else UCXM_ERR_CLOSED
     identity[0] = own_identity
     return status

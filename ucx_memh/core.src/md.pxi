@@ -141,14 +141,20 @@ cdef void md_drop(md_t *md, void *thing, void (*drop)(void *thing) noexcept nogi
 cdef void md_tidy(md_t *md) noexcept nogil:
     """Tear down what was dropped.  No lock is held, nor the GIL."""
     cdef dropped_t *dropped
+    cdef dropped_t *oldest = NULL
     if load_ptr(<void **>&md.dropped) == NULL:
         return
     dropped = <dropped_t *>swap_ptr(<void **>&md.dropped, NULL)
-    while dropped != NULL:
+    while dropped != NULL:  # derived handles went before their bases
         next = dropped.next
-        dropped.drop(dropped.thing)
-        mem_free(dropped)
+        dropped.next = oldest
+        oldest = dropped
         dropped = next
+    while oldest != NULL:
+        next = oldest.next
+        oldest.drop(oldest.thing)
+        mem_free(oldest)
+        oldest = next
 
 
 cdef uint32_t fnv1a(const char *text) noexcept nogil:

@@ -19,7 +19,7 @@ cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent,
     cdef ucxm_memh_identity_t *identity = &memh.id
     identity.md = <ucxm_md_t *>md
     identity.parent = parent
-    identity.key_id = fetch_add64(&md.next_key_id, 1)
+    identity.key_id = 0  # given when it is linked
     identity.state = UCXM_MEMH_LIVE
     identity.inherited_tail_offset = sizeof(ucxm_memh_t)
     identity.own_offset = <uint32_t>layout.own_offset
@@ -91,7 +91,8 @@ cdef inline void memh_free(ucxm_memh_t *memh) noexcept nogil:
 
 
 cdef void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
-    """Put a live handle under its parent or among the bases.  tree_lock is held."""
+    """Put a live handle under its parent or among the bases; it gets its key id.  tree_lock is
+    held."""
     cdef books_t *books = books_of(memh)
     cdef ucxm_memh_t **head
     if memh.id.parent != NULL:
@@ -101,6 +102,8 @@ cdef void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     else:
         head = &md.bases
         bump32(&md.live_bases, 1)
+    memh.id.key_id = md.next_key_id
+    md.next_key_id += 1
     books.prev = NULL
     books.next = head[0]
     if head[0] != NULL:
@@ -134,7 +137,10 @@ cdef inline void memh_get(ucxm_memh_t *memh) noexcept nogil:
 
 
 cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
-    """Drop a reference; the last one frees a handle whose native state is gone already."""
+    """Drop a reference; the last one frees a handle whose native state is gone already.
+
+    Registration and domain are held by the base alone, and the base by what is derived from it.
+    """
     cdef ucxm_memh_t *parent
     cdef ucxm_memh_own_t *own
     cdef md_t *md
@@ -143,13 +149,16 @@ cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
         own = ucxm_memh_own(memh)
         md = md_of(memh)
         parent = memh.id.parent
-        for i in range(8):
-            mem_free(books_of(memh).packed[i])
+        if books_of(memh).touched:
+            for i in range(8):
+                mem_free(books_of(memh).packed[i])
         if own.ep != NULL:
             ep_put(<ep_t *>own.ep)
-        reg_put(reg_of(memh))
+        if parent == NULL:
+            reg_put(reg_of(memh))
         memh_free(memh)
-        md_put(md)
+        if parent == NULL:
+            md_put(md)
         memh = parent  # a loop: chains of derived handles may be long
 
 
@@ -158,7 +167,7 @@ cdef inline ucxm_status_t memh_check(ucxm_memh_t *memh) noexcept nogil:
     cdef uint32_t state
     if books_of(memh).epoch != fork_epoch:
         return UCXM_ERR_FORKED
-    state = load32(&memh.id.state)
+    state = load32_sc(&memh.id.state)
     if state == UCXM_MEMH_LIVE:
         return UCXM_OK
     return UCXM_ERR_CLOSED if state == UCXM_MEMH_CLOSED else UCXM_ERR_REVOKED
@@ -265,7 +274,5 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
         memh_free(memh)
         return status
     memh_get(parent)
-    md_get(md)
-    reg_get(reg_of(parent))
     memh_p[0] = memh
     return UCXM_OK

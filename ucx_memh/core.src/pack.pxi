@@ -220,6 +220,8 @@ cdef ucxm_status_t pack_slow(ucxm_memh_t *memh, uint32_t flags, packed_t **packe
     if status != UCXM_OK:
         return status
     pthread_mutex_lock(&md.key_lock)
+    # Whoever revokes it sees that first, or else we see that he does.
+    store32_sc(&books_of(memh).touched, 1)
     status = memh_check(memh)  # whoever revokes it later waits for this lock, and finds the key
     packed_p[0] = <packed_t *>place[0]
     if status == UCXM_OK and place[0] == NULL:

@@ -4,7 +4,7 @@
 cdef struct reg_t:
     ucxm_registration_t pub   # first: what the backend sees
     md_t *md
-    uint32_t refs             # handles
+    uint32_t refs             # the base, and who is making it
     uint32_t inflight         # transfers that use the local key
     bint held                 # the native registration exists
     PyObject *owner           # keeps plain addresses alive
@@ -28,7 +28,7 @@ cdef void reg_release_python(reg_t *reg) noexcept with gil:
 
 
 cdef inline void reg_release_memory(reg_t *reg) noexcept nogil:
-    if reg.has_buffer or reg.owner != NULL:
+    if (reg.has_buffer or reg.owner != NULL) and python_lives():
         reg_release_python(reg)
 
 
@@ -64,10 +64,6 @@ cdef ucxm_status_t reg_unhold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
             return status
         reg.held = False
     return UCXM_OK
-
-
-cdef inline void reg_get(reg_t *reg) noexcept nogil:
-    add32(&reg.refs, 1)
 
 
 cdef void reg_put(reg_t *reg) noexcept nogil:

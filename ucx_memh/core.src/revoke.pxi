@@ -43,7 +43,7 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
         status = UCXM_ERR_REVOKED
     else:
         if state == UCXM_MEMH_LIVE:
-            store32(&memh.id.state, UCXM_MEMH_REVOKING)
+            store32_sc(&memh.id.state, UCXM_MEMH_REVOKING)
         # A transfer counts itself first and looks at the state then; here it is the other way
         # round, so one of the two sees the other.
         if memh.id.parent == NULL and load32_sc(&reg_of(memh).inflight) != 0:
@@ -123,6 +123,30 @@ cdef void orphan_reap(md_t *md, ucxm_memh_t *memh) noexcept nogil:
         memh_put(memh)
 
 
+cdef inline bint revoke_untouched(md_t *md, ucxm_memh_t *memh, bint closing) noexcept nogil:
+    """Most handles of a short life have no key: they go in one step, and no backend is asked.
+    False: this one takes the long way, which also finds out what is wrong."""
+    cdef books_t *books = books_of(memh)
+    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef bint done = False
+    if memh.id.parent == NULL or load32(&books.touched) != 0:
+        return False
+    spin_lock(&md.tree_lock)
+    if (memh.id.state == UCXM_MEMH_LIVE and books.children == NULL and
+            load32(&books.pending) == 0):
+        store32_sc(&memh.id.state, UCXM_MEMH_REVOKING)
+        # A pack that begins now finds it REVOKING; one that began before has touched it.
+        done = load32_sc(&books.touched) == 0
+    if done:
+        bump64(&md.counters.revoke, 1)
+        memh_unlink(md, memh)
+        if own.ep != NULL:
+            (<ep_t *>own.ep).bound -= 1
+        store32(&memh.id.state, UCXM_MEMH_CLOSED if closing else UCXM_MEMH_REVOKED)
+    spin_unlock(&md.tree_lock)
+    return done
+
+
 cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
                           ucxm_error_t *error) noexcept nogil:
     """Destroy the handle's own keys; with `closing` deregister it too.
@@ -136,6 +160,10 @@ cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *co
     if books_of(memh).epoch != fork_epoch:
         return UCXM_ERR_FORKED
     if closing and load32(&memh.id.state) == UCXM_MEMH_CLOSED:
+        if comp != NULL:
+            comp.func(comp, UCXM_OK)
+        return UCXM_OK
+    if revoke_untouched(md, memh, closing):
         if comp != NULL:
             comp.func(comp, UCXM_OK)
         return UCXM_OK

@@ -17,7 +17,7 @@ cdef struct books_t:
     uint32_t pending         # who is at its keys: 0 nobody, AT_WORK a thread, else slot + 1: device
     uint32_t closing
     ucxm_status_t failed     # how the last destruction by the device ended
-    uint32_t reserved
+    uint32_t touched         # somebody has begun to make a key for it
 
 cdef struct layout_t:
     size_t copy_offset  # of the inherited span, from the handle: what a clone copies

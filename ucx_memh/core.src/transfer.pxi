@@ -68,7 +68,7 @@ cdef void transfer_put(transfer_t *transfer) noexcept nogil:
     cdef md_t *md = transfer.md
     if sub32(&transfer.refs, 1) != 0:
         return
-    if transfer.has_buffer:
+    if transfer.has_buffer and python_lives():
         transfer_release_buffer(transfer)
     mem_free(transfer)
     md_put(md)

@@ -16,13 +16,18 @@ cdef struct waiter_t:
     PyObject *callback
 
 
-cdef void waiter_run(ucxm_completion_t *self, ucxm_status_t status) noexcept with gil:
+cdef void waiter_call(ucxm_completion_t *self, ucxm_status_t status) noexcept with gil:
     """Run a Python callback."""
     cdef waiter_t *waiter = <waiter_t *>self
     callback = <object>waiter.callback
     Py_DECREF(callback)
     free(waiter)
     call_unraisable(callback, _flags.Status(status))
+
+
+cdef void waiter_run(ucxm_completion_t *self, ucxm_status_t status) noexcept nogil:
+    if python_lives():
+        waiter_call(self, status)
 
 
 cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,

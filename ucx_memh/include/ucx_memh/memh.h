@@ -253,6 +253,9 @@ typedef struct ucxm_key_info {
  *    jumps.
  *  - Pointers are never NULL unless it says so; releasing NULL does nothing.
  *  - Structures that the caller fills begin with their size.
+ *  - When the interpreter has ended, md_open and an Md whose `python` is set
+ *    give CLOSED.  Others work on, but what Python registered is not given
+ *    back to it any more, and callbacks of Python's do not run.
  *  - None is async-signal-safe.  In a forked child all objects of the parent
  *    give FORKED, and releasing them does nothing.
  */
