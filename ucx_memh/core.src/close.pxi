@@ -140,4 +140,5 @@ cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
     md.ops.close(md.priv)
     md.priv = NULL
     store32(&md.state, MD_CLOSED)
+    md_tidy(md)  # what was dropped while it closed
     return UCXM_OK
