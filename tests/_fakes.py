@@ -135,7 +135,7 @@ class Books(ctypes.Structure):
         ("user_done", ctypes.c_void_p),
         *((name, ctypes.c_uint32) for name in ("pending", "closing")),
         ("failed", ctypes.c_int32),
-        ("reserved", ctypes.c_uint32),
+        ("touched", ctypes.c_uint32),
     ]
 
 
