@@ -224,16 +224,20 @@ cdef class Md:
 
         `mr` is its address; `owner` (any object) keeps it alive and is held.  It must be of the
         domain's own protection domain (see the backend's `context` and `pd`) and is never freed
-        here.  `flags` say what it was registered with, which nobody can ask it: None means
-        ACCESS_RMA; a right that it does not have is refused by the device, at the first use.
-        Raises UnsupportedError (the domain adopts nothing), InvalidParamError.
+        here.  `flags` say what it was registered with, which nobody can ask it: None, and
+        DERIVED_ONLY alone, mean ACCESS_RMA.  What the backend can try at once it tries; a right
+        that is missing all the same is refused by the device, at the first use.
+
+        Raises AccessError (it was registered with less than `flags`), UnsupportedError (the domain
+        adopts nothing, or nothing can be derived from it and `flags` has DERIVED_ONLY),
+        InvalidParamError (another domain's), DeviceError.  Releases the GIL.
         """
         cdef md_t *md = md_use(self, "mem_adopt")
         cdef uint64_t native = as_u64(mr, "mr", "mem_adopt")
-        cdef uint64_t access = UCXM_MEM_ACCESS_RMA
+        cdef uint64_t asked = 0
         cdef reg_t *reg
         if flags is not None:
-            access = as_access(flags, "mem_adopt")
+            asked = as_access(flags, "mem_adopt")
         if native == 0:
             raise _errors.InvalidParamError("mr is NULL", op="mem_adopt",
                                             component=md_component(md))
@@ -244,8 +248,7 @@ cdef class Md:
         if reg == NULL:
             raise _errors.NoMemoryError(op="mem_adopt", component=md_component(md))
         reg.pub.adopt = <void *>native
-        reg.pub.flags = access
-        reg.pub.grant = access & UCXM_MEM_ACCESS_ALL
+        reg_rights(reg, asked, flags is None, True)
         try:
             reg_check_or_raise(md, reg, True, "mem_adopt")
         except BaseException:

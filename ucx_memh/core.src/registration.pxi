@@ -75,13 +75,14 @@ cdef void reg_put(reg_t *reg) noexcept nogil:
 
 cdef void reg_rights(reg_t *reg, uint64_t asked, bint default, bint writable) noexcept nogil:
     """What it is registered for.  `default`: as much as the memory and the domain allow; so is
-    DERIVED_ONLY alone.  No access bit at all: local rights only."""
+    DERIVED_ONLY alone.  No access bit at all: local rights only.  Of an adopted registration it
+    is what its maker is taken to have allowed, of which atomics are the exception."""
     cdef uint64_t access = asked & UCXM_MEM_ACCESS_ALL
     if default or (access == 0 and asked & UCXM_MEM_DERIVED_ONLY):
         access = UCXM_MEM_ACCESS_LOCAL_READ | UCXM_MEM_ACCESS_REMOTE_GET
         if writable:
             access = UCXM_MEM_ACCESS_ALL
-        if not reg.md.attr.flags & UCXM_MD_FLAG_ATOMIC:
+        if reg.pub.adopt != NULL or not reg.md.attr.flags & UCXM_MD_FLAG_ATOMIC:
             access &= ~UCXM_MEM_ACCESS_REMOTE_ATOMIC
     elif access == 0:
         access = UCXM_MEM_ACCESS_LOCAL_READ

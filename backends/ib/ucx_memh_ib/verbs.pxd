@@ -433,7 +433,7 @@ cdef struct ib_ep_t:
 # The backend's part of a Registration ...
 cdef struct ib_reg_t:
     ibv_mr *mr
-    uint32_t access
+    uint32_t access        # of one that was adopted: what is known of it
     uint32_t adopted
 
 # ... and of an Rkey.
@@ -476,6 +476,8 @@ cdef void ib_ep_ops(ucxm_ep_ops_t *ops) noexcept nogil
 cdef void ib_stat(ib_md_t *md, unsigned index, const char **name, uint64_t *value) noexcept nogil
 
 cdef unsigned ib_access(const ib_md_t *md, const ucxm_registration_t *reg) noexcept nogil
+cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
+                              ucxm_error_t *error) noexcept nogil
 cdef uint32_t ib_ep_qpn(const ucxm_ep_t *ep) noexcept nogil
 
 # A window was bound to its queue pair (1) or freed (-1).

@@ -9,7 +9,7 @@ good on every connection of the domain; or, for a key of one endpoint, of type 2
 One bind makes it, freeing the window ends it, and the registration is not touched.
 """
 from libc.errno cimport (
-    EAGAIN, EBUSY, ENODEV, ENOMEM, EOPNOTSUPP, ETIMEDOUT, errno,
+    EACCES, EAGAIN, EBUSY, EINVAL, ENODEV, ENOMEM, EOPNOTSUPP, EPERM, ETIMEDOUT, errno,
 )
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
@@ -18,12 +18,12 @@ from libc.string cimport memcpy, memset, strcmp
 from ucx_memh.core cimport md_bind
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE,
-    UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR,
-    UCXM_ERR_NO_MEMORY, UCXM_ERR_UNSUPPORTED, UCXM_MD_FLAG_DERIVE_ENDPOINT,
+    UCXM_ERR_ACCESS, UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_MEMORY,
+    UCXM_ERR_UNSUPPORTED, UCXM_MD_FLAG_DERIVE_ENDPOINT,
     UCXM_MD_FLAG_REG_DERIVED, UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET,
     UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t,
     ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t,
-    ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_status_t,
+    ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_registration_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
     IB_MW_BIND_ANY, IB_NO_KEY, IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND, IBV_ACCESS_REMOTE_ATOMIC,
@@ -35,10 +35,10 @@ from ucx_memh_ib.verbs cimport (
     IBV_WC_SUCCESS, IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW,
     IBV_WR_LOCAL_INV, IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, ib_coarse_ns, ib_config_t, ib_count,
     ib_drop_events, ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status, ib_fail,
-    ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64,
-    ib_random_psn, ib_reg_t, ib_stat, ibv_context, ibv_cq, ibv_device, ibv_device_attr, ibv_mr,
-    ibv_mw, ibv_mw_bind_info, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_qp, ibv_qp_attr,
-    ibv_qp_init_attr, ibv_send_wr, ibv_sge, ibv_wc, ucxm_verbs_t, verbs_table,
+    ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_mem_reg, ib_put32,
+    ib_put64, ib_random_psn, ib_reg_t, ib_stat, ibv_context, ibv_cq, ibv_device, ibv_device_attr,
+    ibv_mr, ibv_mw, ibv_mw_bind_info, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_qp, ibv_qp_attr,
+    ibv_qp_init_attr, ibv_send_wr, ibv_sge, ibv_wc, pthread_mutex_t, ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status
@@ -63,6 +63,12 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
 
 cdef extern from "<stdlib.h>" nogil:
     void *aligned_alloc(size_t alignment, size_t size)
+
+cdef extern from "<pthread.h>" nogil:
+    int pthread_mutex_init(pthread_mutex_t *mutex, void *attr)
+    int pthread_mutex_destroy(pthread_mutex_t *mutex)
+    int pthread_mutex_lock(pthread_mutex_t *mutex)
+    int pthread_mutex_unlock(pthread_mutex_t *mutex)
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -109,9 +115,10 @@ cdef struct check_t:
 
 cdef struct md_t:
     ib_md_t ib              # first: the shared operations take it
+    pthread_mutex_t lock    # mem_adopt binds, too, and not under the core's key lock; guards ...
     control_t control
+    window_t *stuck         # windows of nobody that could not be freed yet
     check_t check
-    window_t *stuck         # failed binds whose windows could not be freed yet
     unsigned caps           # IBV_DEVICE_*
     uint8_t software
     uint64_t alloc_mw       # verbs called
@@ -122,6 +129,7 @@ cdef struct md_t:
 include "window.src/control.pxi"
 include "window.src/bind.pxi"
 include "window.src/check.pxi"
+include "window.src/adopt.pxi"
 include "window.src/keys.pxi"
 include "window.src/explain.pxi"
 include "window.src/md.pxi"

@@ -277,7 +277,8 @@ typedef struct ucxm_reg_params {
     int32_t dmabuf_fd;
     uint32_t reserved; /* 0 */
     void *adopt;       /* a native registration (ib: an ibv_mr) to stand on, never freed here;
-                        * address and length are then its own, and 0 here             */
+                        * address and length are then its own, and 0 here, and flags
+                        * say what it was made with (DERIVED_ONLY alone: ACCESS_RMA)  */
 } ucxm_reg_params_t;
 
 typedef struct ucxm_md_info {

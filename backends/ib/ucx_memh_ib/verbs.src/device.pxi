@@ -124,7 +124,10 @@ cdef ucxm_status_t ib_md_init(ib_md_t *md, ucxm_verbs_t *verbs, ibv_context *con
     pthread_mutex_init(&md.lock, NULL)
     pthread_mutex_init(&md.poll_lock, NULL)
     snprintf(md.name, sizeof(md.name), "%s", verbs.get_device_name(context.device))
-    status = md_query(md, error)
+    if pd != NULL and pd.context != context:
+        status = ib_fail(error, UCXM_ERR_INVALID_PARAM, 0, "the ibv_pd is not of this ibv_context")
+    else:
+        status = md_query(md, error)
     if status == UCXM_OK:
         md.pd = pd
         if pd == NULL:

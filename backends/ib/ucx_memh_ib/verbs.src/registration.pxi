@@ -42,7 +42,7 @@ cdef ibv_mr *mr_register(ib_md_t *md, ucxm_registration_t *reg, unsigned *access
 
 cdef ucxm_status_t reg_adopt(ib_md_t *md, ucxm_registration_t *reg,
                              ucxm_error_t *error) noexcept nogil:
-    """Stand on somebody else's ibv_mr.  Its access bits are unknown to us and stay as they are."""
+    """Stand on somebody else's ibv_mr, whose access bits no verb tells."""
     cdef ibv_mr *mr = <ibv_mr *>reg.adopt
     cdef uint64_t start = <uint64_t>mr.addr
     if mr.pd != md.pd:
@@ -83,7 +83,7 @@ cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
         mine.mr = mr_register(md, reg, &access)
         if mine.mr == NULL:
             return reg_failed(error, errno, "ibv_reg_mr")
-    mine.access = access
+    mine.access = 0 if mine.adopted else access
     reg.lkey = mine.mr.lkey
     reg.rkey = mine.mr.rkey
     return UCXM_OK

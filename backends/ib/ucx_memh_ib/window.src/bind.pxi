@@ -50,14 +50,19 @@ cdef int window_dealloc(md_t *md, window_t *window) noexcept nogil:
 cdef void window_discard(md_t *md, window_t *window) noexcept nogil:
     """One that nobody was told of; if the device does not free it now, then later."""
     if window_dealloc(md, window) != 0:
+        pthread_mutex_lock(&md.lock)
         window.next = md.stuck
         md.stuck = window
+        pthread_mutex_unlock(&md.lock)
 
 
 cdef void stuck_free(md_t *md) noexcept nogil:
-    cdef window_t *window = md.stuck
+    cdef window_t *window
     cdef window_t *next
+    pthread_mutex_lock(&md.lock)
+    window = md.stuck
     md.stuck = NULL
+    pthread_mutex_unlock(&md.lock)
     while window != NULL:
         next = window.next
         window_discard(md, window)
@@ -66,7 +71,7 @@ cdef void stuck_free(md_t *md) noexcept nogil:
 
 cdef int bind_once(md_t *md, window_t *window, const ibv_mw_bind_info *info,
                    ibv_wc *wc) noexcept nogil:
-    """Over the control queue pair.  An errno, or `wc` tells."""
+    """Over the control queue pair.  An errno, or `wc` tells.  The lock is held."""
     cdef ibv_mw_bind bind
     cdef uint32_t before = window.mw.rkey
     cdef int failed = control_up(md)
@@ -90,20 +95,29 @@ cdef int bind_once(md_t *md, window_t *window, const ibv_mw_bind_info *info,
     return failed
 
 
-cdef ucxm_status_t bind_type1(md_t *md, window_t *window, const ibv_mw_bind_info *info,
-                              ucxm_error_t *error) noexcept nogil:
-    """Bound, or not: a queue pair that was broken, by this very bind or before, is tried once
-    more, made anew."""
-    cdef ibv_wc wc
+cdef int bind_twice(md_t *md, window_t *window, const ibv_mw_bind_info *info,
+                    ibv_wc *wc) noexcept nogil:
+    """A queue pair that was broken, by this very bind or before, is tried once more, made anew."""
     cdef int attempt
     cdef int failed = 0
+    pthread_mutex_lock(&md.lock)
     for attempt in range(2):
-        memset(&wc, 0, sizeof(wc))
-        failed = bind_once(md, window, info, &wc)
-        if failed == 0 and wc.status == IBV_WC_SUCCESS:
-            return UCXM_OK
-        if failed == ETIMEDOUT or failed == EOPNOTSUPP:
+        memset(wc, 0, sizeof(wc[0]))
+        failed = bind_once(md, window, info, wc)
+        if failed == ETIMEDOUT or failed == EOPNOTSUPP or failed == 0 and (
+                wc.status == IBV_WC_SUCCESS):
             break
+    pthread_mutex_unlock(&md.lock)
+    return failed
+
+
+cdef ucxm_status_t bind_type1(md_t *md, window_t *window, const ibv_mw_bind_info *info,
+                              ucxm_error_t *error) noexcept nogil:
+    """Bound, or not."""
+    cdef ibv_wc wc
+    cdef int failed = bind_twice(md, window, info, &wc)
+    if failed == 0 and wc.status == IBV_WC_SUCCESS:
+        return UCXM_OK
     if failed == EOPNOTSUPP and info.length > <uint64_t>LONG_WINDOW:
         return ib_fail(error, UCXM_ERR_EXCEEDS_LIMIT, failed,
                        "the driver binds no window of more than 2 GiB")
@@ -147,7 +161,9 @@ cdef void window_forget(md_t *md, window_t *window, const ucxm_memh_t *memh) noe
         memset(&nothing, 0, sizeof(nothing))
         nothing.mr = window.mr  # for no byte of it; the driver of rxe crashes without one
         memset(&wc, 0, sizeof(wc))
+        pthread_mutex_lock(&md.lock)
         bind_once(md, window, &nothing, &wc)
+        pthread_mutex_unlock(&md.lock)
     elif memh != NULL and ucxm_memh_own(memh).ep != NULL:
         memset(&wr, 0, sizeof(wr))
         wr.opcode = IBV_WR_LOCAL_INV

@@ -85,17 +85,41 @@ cdef void explain_derived(const md_t *md, const ucxm_memh_t *memh, text_t *text)
     explain_check(md, text)
 
 
+cdef void explain_adopted(const md_t *md, const ucxm_memh_t *memh, text_t *text) noexcept nogil:
+    cdef const ib_reg_t *reg = <const ib_reg_t *>memh.inherited.reg.priv
+    cdef char line[256]
+    snprintf(line, sizeof(line), "adopted registration, direct key 0x%x: its maker's, and never "
+             "deregistered here", memh.inherited.reg.rkey)
+    say(text, line)
+    if not has_windows(md):
+        say(text, "its access bits are not known here")
+    elif not reg.access & IBV_ACCESS_MW_BIND:
+        say(text, "nothing can be derived: the device refused to bind a window, as it does "
+                  "without IBV_ACCESS_MW_BIND")
+    elif reg.access & IBV_ACCESS_LOCAL_WRITE:
+        say(text, "windows can be bound to it, also for writing: that was tried")
+    else:
+        say(text, "windows can be bound to it: that was tried, but for reading only")
+    if reg.access and memh.inherited.reg.grant & UCXM_MEM_ACCESS_REMOTE_ATOMIC and (
+            md.ib.config.atomic_right):
+        say(text, "atomics were not tried: the device may want IBV_ACCESS_REMOTE_ATOMIC of it")
+    if memh.inherited.flags & UCXM_MEM_DERIVED_ONLY:
+        say(text, "DERIVED_ONLY: no pack gives its direct key away, which allows whatever its "
+                  "maker said")
+    else:
+        say(text, "its direct key allows whatever its maker said, until he deregisters it")
+
+
 cdef void explain_base(const md_t *md, const ucxm_memh_t *memh, text_t *text) noexcept nogil:
     cdef const ib_reg_t *reg = <const ib_reg_t *>memh.inherited.reg.priv
     cdef char line[256]
-    snprintf(line, sizeof(line), "registration with access bits 0x%x, %s key 0x%x", reg.access,
-             <const char *>b"adopted," if reg.adopted else <const char *>b"direct",
-             memh.inherited.reg.rkey)
-    say(text, line)
     if reg.adopted:
-        say(text, "its access bits are its maker's, who must have allowed binding windows; it is "
-                  "never deregistered here")
-    elif not reg.access & IBV_ACCESS_MW_BIND:
+        explain_adopted(md, memh, text)
+        return
+    snprintf(line, sizeof(line), "registration with access bits 0x%x, direct key 0x%x",
+             reg.access, memh.inherited.reg.rkey)
+    say(text, line)
+    if not reg.access & IBV_ACCESS_MW_BIND:
         say(text, "nothing can be derived: the kernel pins for writing what windows are bound to")
     if memh.inherited.flags & UCXM_MEM_DERIVED_ONLY:
         say(text, "DERIVED_ONLY: the direct key allows no put and no get")

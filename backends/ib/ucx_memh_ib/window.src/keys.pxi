@@ -5,6 +5,10 @@ cdef bint has_windows(const md_t *md) noexcept nogil:
     return md.caps & IBV_DEVICE_MEM_WINDOW and md.check.binds
 
 
+cdef bint adopted(const ucxm_memh_t *memh) noexcept nogil:
+    return ucxm_memh_own(memh).length != 0 and (<ib_reg_t *>memh.inherited.reg.priv).adopted
+
+
 cdef bint has_bound_windows(const md_t *md) noexcept nogil:
     """Those that one queue pair alone may use."""
     return has_windows(md) and (md.caps & IBV_DEVICE_MEM_WINDOW_TYPE_2B) != 0
@@ -18,6 +22,8 @@ cdef ucxm_status_t window_mem_derive(void *priv, const ucxm_memh_t *base, const 
         return UCXM_OK
     reg = <const ib_reg_t *>memh.inherited.reg.priv
     if not reg.access & IBV_ACCESS_MW_BIND:
+        if reg.adopted:
+            return no_window(error)
         return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0,
                        "no windows on read-only memory: the kernel pins for writing")
     if ucxm_memh_own(memh).rights & UCXM_MEM_ACCESS_REMOTE_ATOMIC and not md.check.atomic:
@@ -108,6 +114,8 @@ cdef void window_mem_enforcement(void *priv, const ucxm_memh_t *memh,
     memset(enforcement.rights, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.rights))
     memset(enforcement.range, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.range))
     if not derived:
+        if adopted(memh):  # it may allow more than its adopter knows, and more than a key says
+            memset(enforcement.rights, UCXM_ENFORCE_COOPERATIVE, sizeof(enforcement.rights))
         return
     memset(enforcement.revoke, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.revoke))
     for kind in range(3):

@@ -5,6 +5,7 @@ cdef void window_close(void *priv) noexcept nogil:
     cdef md_t *md = <md_t *>priv
     stuck_free(md)
     control_clear(md)
+    pthread_mutex_destroy(&md.lock)
     ib_md_clear(&md.ib)
     free(md)
 
@@ -29,6 +30,7 @@ OPS.struct_size = sizeof(OPS)
 OPS.abi = UCXM_BACKEND_ABI
 ib_md_ops(&OPS)
 OPS.close = window_close
+OPS.mem_reg = window_mem_reg
 OPS.mkey_pack = window_mkey_pack
 OPS.mem_enforcement = window_mem_enforcement
 OPS.stat = window_stat
@@ -148,6 +150,7 @@ def open_md(library, md_name, *, bint software, int port=0, int gid_index=-1,
     md = <md_t *>calloc(1, sizeof(md_t))
     if md != NULL:
         md.software = software
+        pthread_mutex_init(&md.lock, NULL)
         with nogil:
             status = md_setup(md, verbs, opened, <ibv_pd *>pd, owns, &config, self_check, &error)
     if md == NULL or status != UCXM_OK:

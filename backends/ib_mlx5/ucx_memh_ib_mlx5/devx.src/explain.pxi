@@ -65,15 +65,32 @@ cdef void explain_derived(const md_t *md, const ucxm_memh_t *memh, text_t *text)
         say(text, "atomics go through KLM, which is unproven on hardware")
 
 
+cdef void explain_adopted(const ucxm_memh_t *memh, text_t *text) noexcept nogil:
+    cdef uint64_t grant = memh.inherited.reg.grant
+    cdef char line[256]
+    snprintf(line, sizeof(line), "adopted registration, direct key 0x%x: its maker's, and never "
+             "deregistered here", memh.inherited.reg.rkey)
+    say(text, line)
+    say(text, "its access bits are not known here: the device refuses, at the first use, a key "
+              "that grants more than they do")
+    if grant & (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_ATOMIC):
+        say(text, "put needs IBV_ACCESS_LOCAL_WRITE of it, atomics IBV_ACCESS_REMOTE_ATOMIC, too")
+    if memh.inherited.flags & UCXM_MEM_DERIVED_ONLY:
+        say(text, "DERIVED_ONLY: no pack gives its direct key away, which allows whatever its "
+                  "maker said")
+    else:
+        say(text, "its direct key allows whatever its maker said, until he deregisters it")
+
+
 cdef void explain_base(const md_t *md, const ucxm_memh_t *memh, text_t *text) noexcept nogil:
     cdef const ib_reg_t *reg = <const ib_reg_t *>memh.inherited.reg.priv
     cdef char line[256]
-    snprintf(line, sizeof(line), "registration with access bits 0x%x, %s key 0x%x", reg.access,
-             <const char *>b"adopted," if reg.adopted else <const char *>b"direct",
-             memh.inherited.reg.rkey)
-    say(text, line)
     if reg.adopted:
-        say(text, "its access bits are its maker's; it is never deregistered here")
+        explain_adopted(memh, text)
+        return
+    snprintf(line, sizeof(line), "registration with access bits 0x%x, direct key 0x%x",
+             reg.access, memh.inherited.reg.rkey)
+    say(text, line)
     if memh.inherited.flags & UCXM_MEM_DERIVED_ONLY:
         say(text, "DERIVED_ONLY: the direct key allows no put and no get")
         if reg.access & IBV_ACCESS_REMOTE_ATOMIC:
