@@ -1,7 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
 # setup.sh [DIR]: makes the kernel and the initrd that run.py boots, in DIR (build/guest).
-# Installs from Debian what is missing; the kernel is only unpacked.  Once made, it costs nothing.
+# Installs from Debian what is missing; the kernel and pyverbs, for a test, are only unpacked.  Once
+# made, it costs nothing.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "${1:-$here/../../build/guest}"
@@ -86,6 +87,16 @@ unpack_kernel() { # into $dir/kernel
     mv "$new" "$dir/kernel"
 }
 
+unpack_pyverbs() { # into $dir/pyverbs; the package would have rdma-core installed, and udev
+    new=$dir/pyverbs.new
+    rm -rf "$new"
+    mkdir "$new"
+    (cd "$new" && logged "pyverbs" apt get -q download python3-pyverbs)
+    logged "pyverbs" dpkg-deb -x "$new"/*.deb "$new"
+    rm "$new"/*.deb
+    mv "$new" "$dir/pyverbs"
+}
+
 make_initrd() { # $dir/initrd: busybox, the modules, and init
     version=$(ls "$dir/kernel/lib/modules")
     tree=$dir/initrd.new
@@ -124,9 +135,10 @@ test -z "$missing" || test "$(id -u)" = 0 ||
     die "missing: $missing(install them, or run this as root)"
 rm -f "$dir/made"
 : >"$log"
-test -z "$missing" && test -d "$dir/kernel" || read_lists
+test -z "$missing" && test -d "$dir/kernel" && test -d "$dir/pyverbs" || read_lists
 test -z "$missing" || install_packages
 test -d "$dir/kernel" || unpack_kernel
+test -d "$dir/pyverbs" || unpack_pyverbs
 rm -rf "$dir/apt"
 make_initrd
 echo "$made" >"$dir/made"
