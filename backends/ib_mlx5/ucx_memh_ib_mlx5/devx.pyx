@@ -18,12 +18,12 @@ from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE,
     UCXM_ERR_BUSY, UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_DEVICE,
     UCXM_ERR_NO_MEMORY, UCXM_ERR_NO_RESOURCE, UCXM_ERR_UNSUPPORTED, UCXM_KEY_ATOMIC,
-    UCXM_KEY_DERIVED, UCXM_KEY_INDIRECT, UCXM_KEY_PLACEHOLDER, UCXM_MD_FLAG_DERIVE_ENDPOINT, UCXM_MD_FLAG_INVALIDATE,
-    UCXM_MD_FLAG_INVALIDATE_AMO, UCXM_MD_FLAG_INVALIDATE_RMA, UCXM_MD_FLAG_REG_DERIVED,
-    UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT,
-    UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t, ucxm_enforcement_t, ucxm_ep_ops_t,
-    ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t,
-    ucxm_memh_t, ucxm_status_t,
+    UCXM_KEY_DERIVED, UCXM_KEY_INDIRECT, UCXM_KEY_PLACEHOLDER, UCXM_MD_FLAG_DERIVE_ENDPOINT,
+    UCXM_MD_FLAG_INVALIDATE, UCXM_MD_FLAG_INVALIDATE_AMO, UCXM_MD_FLAG_INVALIDATE_RMA,
+    UCXM_MD_FLAG_REG_DERIVED, UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET,
+    UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t,
+    ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t,
+    ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
     IB_NO_KEY, IBV_ACCESS_REMOTE_ATOMIC, ib_config_t, ib_count, ib_ep_ops, ib_ep_qpn,
