@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
  * How a C or C++ program gets the calls of memh.h: the one header that needs
- * Python.h.
+ * Python.h, and therefore is included before any standard header.
  *
  *     const ucxm_api_t *ucxm = ucxm_import_api();
  *     if (ucxm == NULL)
