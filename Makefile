@@ -12,7 +12,7 @@ STAMP  := $(VENV)/installed-$(shell \
 DIST   := build/dist
 # What `make test` runs again on an installed sdist; `make test-dist` runs all.
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \
-          tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py
+          tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py tests/embed
 
 MODULES := ucx_memh $(addprefix ucx_memh.,core capi config errors flags resources hookspecs plugins testing)
 
