@@ -111,7 +111,8 @@ cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
     else:
         status = close_parked(md, until, error)
     if status != UCXM_OK:
-        return status
+        # Another thread that closes it, too, may have been faster meanwhile.
+        return UCXM_OK if load32(&md.state) == MD_CLOSED else status
     if not cas32(&md.state, MD_OPEN, MD_CLOSING):
         error_text(error, "another thread is closing it")
         return UCXM_OK if load32(&md.state) == MD_CLOSED else UCXM_ERR_BUSY
