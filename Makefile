@@ -14,7 +14,8 @@ DIST   := build/dist
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \
           tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py tests/embed
 
-MODULES := ucx_memh $(addprefix ucx_memh.,core capi config errors flags resources hookspecs plugins testing)
+MODULES := ucx_memh $(addprefix ucx_memh.,bundle capi config core errors flags hookspecs plugins \
+             python_backend resources testing)
 
 .PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
