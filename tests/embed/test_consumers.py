@@ -3,13 +3,11 @@
 
 import ctypes
 import importlib.util
-import os
 import shlex
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,24 +36,6 @@ def link_flags() -> list[str]:
         *shlex.split(config("SYSLIBS")),
         *shlex.split(config("LINKFORSHARED")),
     ]
-
-
-@pytest.fixture(scope="session")
-def build(tmp_path_factory) -> Callable[..., Path]:
-    """`build(source, output, *options)`: with warnings as errors."""
-    folder = tmp_path_factory.mktemp("embed")
-
-    def run(source: Path, output: str, *options: str) -> Path:
-        made = folder / output
-        language = "CXX" if source.suffix == ".cpp" else "CC"
-        compiler = shlex.split(os.environ.get(language) or config(language))
-        include = [f"-I{um.get_include()}", f"-I{sysconfig.get_path('include')}"]
-        command = [*compiler, "-O1", "-pthread", *include, str(source), "-o", str(made), *options]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return made
-
-    return run
 
 
 STRICT = ["-Wall", "-Wextra", "-Werror"]
