@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""backend.h still says what compiled backends took from its first version."""
+"""The headers still say what compiled backends and embedders took from their first version."""
 
 import os
 import shlex
@@ -21,14 +21,16 @@ def compiled(source: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_version_1_is_as_it_was():
-    result = compiled(HERE / "backend_abi_1.c", "-std=c11", "-Wall", "-Wextra", "-Werror")
+@pytest.mark.parametrize("file", ["backend_abi_1.c", "api_abi_1.c"])
+def test_version_1_is_as_it_was(file):
+    result = compiled(HERE / file, "-std=c11", "-Wall", "-Wextra", "-Werror")
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
+        ("AT(struct ucxm_api, mem_reg, 88)", "AT(struct ucxm_api, mem_reg, 8)"),
         ("AT(struct ucxm_md_ops, close, 56)", "AT(struct ucxm_md_ops, close, 48)"),
         ("IS(UCXM_ERR_BUSY, -15ll)", "IS(UCXM_ERR_BUSY, -16ll)"),
         ("FIXED(struct ucxm_key_slot, 16)", "FIXED(struct ucxm_key_slot, 24)"),
@@ -36,8 +38,8 @@ def test_version_1_is_as_it_was():
     ],
 )
 def test_a_difference_is_seen(tmp_path, before, after):
-    text = (HERE / "backend_abi_1.c").read_text()
-    assert before in text
+    texts = [(HERE / file).read_text() for file in ("backend_abi_1.c", "api_abi_1.c")]
+    (text,) = (text for text in texts if before in text)
     changed = tmp_path / "changed.c"
     changed.write_text(text.replace(before, after))
     assert compiled(changed, "-std=c11").returncode != 0

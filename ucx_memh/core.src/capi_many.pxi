@@ -15,12 +15,15 @@ cdef void tally(tally_t *all, size_t i, ucxm_status_t status) noexcept nogil:
 
 cdef ucxm_status_t ucxm_mem_reg_many(ucxm_md_t *md, const ucxm_reg_params_t *params, size_t count,
                                      ucxm_memh_t **memhs, ucxm_status_t *status) noexcept nogil:
+    cdef const ucxm_reg_params_t *one
     cdef tally_t all
     cdef size_t i
     all.first = UCXM_OK
     all.each = status
     for i in range(count):
-        tally(&all, i, ucxm_mem_reg(md, &params[i], &memhs[i], NULL))
+        # The caller's structures may be longer than ours: they lie as far apart as the first says.
+        one = <const ucxm_reg_params_t *>(<const char *>params + i * params.struct_size)
+        tally(&all, i, ucxm_mem_reg(md, one, &memhs[i], NULL))
     return all.first
 
 

@@ -475,6 +475,7 @@ typedef struct ucxm_api {
      * Every item is tried.  OK: all went well; else the first status that was not OK, and
      * `status` (may be NULL) has one for each item.  An item that failed has NULL and length 0. */
 
+    /* params[0].struct_size is how far they lie apart. */
     ucxm_status_t (*mem_reg_many)(ucxm_md_t *md, const ucxm_reg_params_t *params, size_t count,
                                   ucxm_memh_t **memhs, ucxm_status_t *status);
     ucxm_status_t (*mem_derive_many)(ucxm_memh_t *parent, const uint64_t *offsets,

@@ -1,0 +1,204 @@
+/* SPDX-License-Identifier: BSD-3-Clause */
+/*
+ * What embedders compiled against version 1 of memh.h's table take for granted,
+ * on a 64-bit machine.  It is compiled, not run; a line that fails means that
+ * such a program would break.  Structures may grow at their end, FIXED ones
+ * excepted, which callers make arrays of or which lie inside others.
+ */
+#include <ucx_memh/memh.h>
+
+#define AT(type, field, place) _Static_assert(offsetof(type, field) == (place), #type " " #field)
+#define SIZE(type, size)       _Static_assert(sizeof(type) >= (size), #type)
+#define FIXED(type, size)      _Static_assert(sizeof(type) == (size), #type)
+#define IS(name, value)        _Static_assert((long long)(name) == (value), #name)
+
+/* ---- structures ---- */
+
+AT(struct ucxm_enforcement, rights, 0);
+AT(struct ucxm_enforcement, range, 3);
+AT(struct ucxm_enforcement, revoke, 6);
+FIXED(struct ucxm_enforcement, 9);
+AT(struct ucxm_error, sys_errno, 0);
+AT(struct ucxm_error, syndrome, 4);
+AT(struct ucxm_error, text, 8);
+FIXED(struct ucxm_error, 120);
+AT(struct ucxm_completion, func, 0);
+FIXED(struct ucxm_completion, 8);
+AT(struct ucxm_identity, host, 0);
+AT(struct ucxm_identity, start_time, 8);
+AT(struct ucxm_identity, pid, 16);
+AT(struct ucxm_identity, pid_ns, 20);
+AT(struct ucxm_identity, user_ns, 24);
+AT(struct ucxm_identity, reserved, 28);
+FIXED(struct ucxm_identity, 32);
+AT(struct ucxm_key_info, key_id, 0);
+AT(struct ucxm_key_info, address, 8);
+AT(struct ucxm_key_info, length, 16);
+AT(struct ucxm_key_info, rights, 24);
+AT(struct ucxm_key_info, flags, 28);
+AT(struct ucxm_key_info, reserved, 30);
+AT(struct ucxm_key_info, owner, 32);
+FIXED(struct ucxm_key_info, 64);
+AT(struct ucxm_reg_params, struct_size, 0);
+AT(struct ucxm_reg_params, address, 8);
+AT(struct ucxm_reg_params, length, 16);
+AT(struct ucxm_reg_params, flags, 24);
+AT(struct ucxm_reg_params, mem_type, 32);
+AT(struct ucxm_reg_params, has_dmabuf, 36);
+AT(struct ucxm_reg_params, dmabuf_offset, 40);
+AT(struct ucxm_reg_params, dmabuf_fd, 48);
+AT(struct ucxm_reg_params, reserved, 52);
+AT(struct ucxm_reg_params, adopt, 56);
+SIZE(struct ucxm_reg_params, 64);
+AT(struct ucxm_md_info, struct_size, 0);
+AT(struct ucxm_md_info, flags, 8);
+AT(struct ucxm_md_info, max_reg, 16);
+AT(struct ucxm_md_info, mem_types, 24);
+AT(struct ucxm_md_info, reg_alignment, 32);
+AT(struct ucxm_md_info, key_size_max, 40);
+AT(struct ucxm_md_info, key_size_raw, 48);
+AT(struct ucxm_md_info, software, 56);
+AT(struct ucxm_md_info, python, 57);
+AT(struct ucxm_md_info, reserved, 58);
+AT(struct ucxm_md_info, enforcement, 64);
+AT(struct ucxm_md_info, component, 73);
+AT(struct ucxm_md_info, md_name, 105);
+SIZE(struct ucxm_md_info, 176);
+AT(struct ucxm_memh_info, struct_size, 0);
+AT(struct ucxm_memh_info, address, 8);
+AT(struct ucxm_memh_info, length, 16);
+AT(struct ucxm_memh_info, flags, 24);
+AT(struct ucxm_memh_info, rights, 32);
+AT(struct ucxm_memh_info, grant, 40);
+AT(struct ucxm_memh_info, key_id, 48);
+AT(struct ucxm_memh_info, state, 56);
+AT(struct ucxm_memh_info, live_children, 60);
+AT(struct ucxm_memh_info, mem_type, 64);
+AT(struct ucxm_memh_info, lkey, 68);
+AT(struct ucxm_memh_info, derived, 72);
+AT(struct ucxm_memh_info, reserved, 73);
+SIZE(struct ucxm_memh_info, 80);
+AT(struct ucxm_md_stats, struct_size, 0);
+AT(struct ucxm_md_stats, live_bases, 8);
+AT(struct ucxm_md_stats, live_derived, 16);
+AT(struct ucxm_md_stats, live_rkeys, 24);
+AT(struct ucxm_md_stats, live_endpoints, 32);
+AT(struct ucxm_md_stats, mem_reg, 40);
+AT(struct ucxm_md_stats, mem_dereg, 48);
+AT(struct ucxm_md_stats, derive, 56);
+AT(struct ucxm_md_stats, revoke, 64);
+AT(struct ucxm_md_stats, key_create, 72);
+AT(struct ucxm_md_stats, key_destroy, 80);
+AT(struct ucxm_md_stats, keys_parked, 88);
+AT(struct ucxm_md_stats, keys_quarantined, 96);
+AT(struct ucxm_md_stats, rkey_hits, 104);
+AT(struct ucxm_md_stats, rkey_misses, 112);
+AT(struct ucxm_md_stats, transfers, 120);
+SIZE(struct ucxm_md_stats, 128);
+AT(struct ucxm_transfer, struct_size, 0);
+AT(struct ucxm_transfer, kind, 8);
+AT(struct ucxm_transfer, reserved, 12);
+AT(struct ucxm_transfer, rkey, 16);
+AT(struct ucxm_transfer, remote_address, 24);
+AT(struct ucxm_transfer, local, 32);
+AT(struct ucxm_transfer, length, 40);
+AT(struct ucxm_transfer, memh, 48);
+AT(struct ucxm_transfer, operand, 56);
+AT(struct ucxm_transfer, compare, 64);
+AT(struct ucxm_transfer, comp, 72);
+AT(struct ucxm_transfer, status, 80);
+AT(struct ucxm_transfer, reserved2, 84);
+AT(struct ucxm_transfer, result, 88);
+AT(struct ucxm_transfer, bytes_done, 96);
+AT(struct ucxm_transfer, error, 104);
+SIZE(struct ucxm_transfer, 224);
+AT(struct ucxm_setting, name, 0);
+AT(struct ucxm_setting, value, 8);
+FIXED(struct ucxm_setting, 16);
+AT(struct ucxm_api, struct_size, 0);
+AT(struct ucxm_api, abi, 8);
+AT(struct ucxm_api, reserved, 12);
+AT(struct ucxm_api, status_name, 16);
+AT(struct ucxm_api, md_open, 24);
+AT(struct ucxm_api, md_query, 32);
+AT(struct ucxm_api, md_close, 40);
+AT(struct ucxm_api, md_release, 48);
+AT(struct ucxm_api, md_progress, 56);
+AT(struct ucxm_api, md_event_fd, 64);
+AT(struct ucxm_api, md_arm, 72);
+AT(struct ucxm_api, md_stats, 80);
+AT(struct ucxm_api, mem_reg, 88);
+AT(struct ucxm_api, mem_derive, 96);
+AT(struct ucxm_api, mem_query, 104);
+AT(struct ucxm_api, mem_enforcement, 112);
+AT(struct ucxm_api, mem_invalidate, 120);
+AT(struct ucxm_api, mem_dereg, 128);
+AT(struct ucxm_api, memh_release, 136);
+AT(struct ucxm_api, mkey_pack, 144);
+AT(struct ucxm_api, revoke_notice, 152);
+AT(struct ucxm_api, key_query, 160);
+AT(struct ucxm_api, rkey_unpack, 168);
+AT(struct ucxm_api, rkey_from_raw, 176);
+AT(struct ucxm_api, rkey_query, 184);
+AT(struct ucxm_api, rkey_compare, 192);
+AT(struct ucxm_api, rkey_ptr, 200);
+AT(struct ucxm_api, rkey_release, 208);
+AT(struct ucxm_api, rkey_revoke, 216);
+AT(struct ucxm_api, peer_probe, 224);
+AT(struct ucxm_api, peer_evict, 232);
+AT(struct ucxm_api, ep_create, 240);
+AT(struct ucxm_api, ep_address, 248);
+AT(struct ucxm_api, ep_connect, 256);
+AT(struct ucxm_api, ep_reset, 264);
+AT(struct ucxm_api, ep_state, 272);
+AT(struct ucxm_api, ep_close, 280);
+AT(struct ucxm_api, ep_release, 288);
+AT(struct ucxm_api, ep_post, 296);
+AT(struct ucxm_api, ep_transfer, 304);
+AT(struct ucxm_api, mem_reg_many, 312);
+AT(struct ucxm_api, mem_derive_many, 320);
+AT(struct ucxm_api, mkey_pack_many, 328);
+AT(struct ucxm_api, mem_invalidate_many, 336);
+AT(struct ucxm_api, mem_dereg_many, 344);
+AT(struct ucxm_api, bundle_reg, 352);
+AT(struct ucxm_api, bundle_pack, 360);
+AT(struct ucxm_api, bundle_unpack, 368);
+SIZE(struct ucxm_api, 376);
+
+/* ---- numbers ---- */
+
+IS(UCXM_EP_IDLE, 0ll);
+IS(UCXM_EP_CONNECTED, 1ll);
+IS(UCXM_EP_ERROR, 2ll);
+IS(UCXM_ADDRESS_MAGIC, 16709ll);
+IS(UCXM_ADDRESS_VERSION, 1ll);
+IS(UCXM_ADDRESS_HEADER_SIZE, 48ll);
+IS(UCXM_ADDRESS_MAX, 304ll);
+IS(UCXM_ADDRESS_OFF_MAGIC, 0ll);
+IS(UCXM_ADDRESS_OFF_VERSION, 2ll);
+IS(UCXM_ADDRESS_OFF_HEADER_LEN, 3ll);
+IS(UCXM_ADDRESS_OFF_TOTAL_LEN, 4ll);
+IS(UCXM_ADDRESS_OFF_RESERVED, 6ll);
+IS(UCXM_ADDRESS_OFF_COMPONENT, 8ll);
+IS(UCXM_ADDRESS_OFF_RESERVED2, 12ll);
+IS(UCXM_ADDRESS_OFF_OWNER, 16ll);
+IS(UCXM_BUNDLE_MAGIC, 16973ll);
+IS(UCXM_BUNDLE_VERSION, 1ll);
+IS(UCXM_BUNDLE_HEADER_SIZE, 8ll);
+IS(UCXM_BUNDLE_OFF_MAGIC, 0ll);
+IS(UCXM_BUNDLE_OFF_VERSION, 2ll);
+IS(UCXM_BUNDLE_OFF_COUNT, 3ll);
+IS(UCXM_BUNDLE_OFF_TOTAL_LEN, 4ll);
+IS(UCXM_BUNDLE_OFF_RESERVED, 6ll);
+IS(UCXM_LENGTH_REST, -1ll);
+IS(UCXM_RIGHTS_ALL, -1ll);
+IS(UCXM_DEREG_INVALIDATE, 1ll);
+IS(UCXM_CASCADE, 2ll);
+IS(UCXM_CLOSE_FORCE, 4ll);
+IS(UCXM_BUNDLE_ANY, 0ll);
+IS(UCXM_BUNDLE_ALL, 1ll);
+IS(UCXM_BUNDLE_MAX, 16ll);
+IS(UCXM_OP_GET, 0ll);
+IS(UCXM_OP_PUT, 1ll);
+IS(UCXM_OP_FETCH_ADD, 2ll);
+IS(UCXM_OP_COMPARE_SWAP, 3ll);
