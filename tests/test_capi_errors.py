@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""The embedders' table, called from here: what is refused, and that nothing changes by it."""
+
+import ctypes as c
+import re
+from pathlib import Path
+
+import pytest
+
+import ucx_memh as um
+from _fakes import native
+from ucx_memh import capi, core
+from ucx_memh.testing import memh_pointer
+
+S = um.Status
+ALL = um.MemFlag.ACCESS_ALL
+assert capi  # what pyapi.h imports
+
+
+class Params(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        *((name, c.c_uint64) for name in ("address", "length", "flags")),
+        *((name, c.c_uint32) for name in ("mem_type", "has_dmabuf")),
+        ("dmabuf_offset", c.c_uint64),
+        ("dmabuf_fd", c.c_int32),
+        ("reserved", c.c_uint32),
+        ("adopt", c.c_void_p),
+    ]
+
+
+class LongParams(Params):
+    """Of a later version."""
+
+    _fields_ = [("more", c.c_uint64 * 3)]
+
+
+def capsule(name: str) -> int:
+    get = c.pythonapi.PyCapsule_GetPointer
+    get.argtypes, get.restype = [c.py_object, c.c_char_p], c.c_void_p
+    return get(getattr(core, name), f"ucx_memh.core.{name}".encode())
+
+
+class Table:
+    """The calls by name; each argument is a ctypes object, and what comes back a Status."""
+
+    def __init__(self) -> None:
+        text = Path(um.get_include(), "ucx_memh", "memh.h").read_text()
+        text = text[text.index("typedef struct ucxm_api {") :]
+        self.at = capsule("_C_API")
+        self.names = re.findall(r"\(\*(\w+)\)\(", text[: text.index("} ucxm_api_t;")])
+
+    def __getattr__(self, name: str):
+        place = self.at + 16 + 8 * self.names.index(name)
+        function = c.CFUNCTYPE(c.c_int32)(c.c_void_p.from_address(place).value)
+        return lambda *args: S(function(*args))
+
+
+@pytest.fixture(scope="module")
+def table():
+    return Table()
+
+
+def pointer_to(md):
+    """The first function of the objects' table."""
+    place = c.c_void_p.from_address(capsule("_C_PYTHON") + 8).value
+    return c.c_void_p(c.PYFUNCTYPE(c.c_void_p, c.py_object)(place)(md))
+
+
+def params(kind=Params, **fields):
+    memory = c.create_string_buffer(4096)
+    at = {"address": c.addressof(memory), "length": 4096, "flags": int(ALL)}
+    made = kind(struct_size=c.sizeof(kind), **{**at, **fields})
+    made.memory = memory
+    return made
+
+
+def test_the_table_says_what_it_is(table):
+    size, abi = c.c_size_t.from_address(table.at), c.c_uint32.from_address(table.at + 8)
+    assert (size.value, abi.value) == (16 + 8 * len(table.names), 1)
+    for number in range(len(table.names)):
+        assert c.c_void_p.from_address(table.at + 16 + 8 * number).value
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"struct_size": 8}, S.INVALID_PARAM),
+        ({"reserved": 1}, S.INVALID_PARAM),
+        ({"flags": 1 << 60}, S.INVALID_PARAM),
+        ({"flags": int(um.MemFlag.GVA)}, S.UNSUPPORTED),
+        ({"adopt": 8}, S.INVALID_PARAM),
+        ({"address": 2**64 - 8}, S.INVALID_PARAM),
+        ({"mem_type": 70}, S.UNSUPPORTED),
+        ({"has_dmabuf": 1}, S.UNSUPPORTED),
+    ],
+    ids=str,
+)
+def test_mem_reg_refuses(table, fakes, fields, status):
+    md, device = fakes()
+    pointer = pointer_to(md)
+    before = md.stats(), device.counts, fakes.memory.live
+    wanted = params()
+    for name, value in fields.items():
+        setattr(wanted, name, value)
+    memh = c.c_void_p(1)
+    assert table.mem_reg(pointer, c.byref(wanted), c.byref(memh), None) is status
+    assert memh.value is None
+    assert (md.stats(), device.counts, fakes.memory.live) == before
+
+
+def test_mem_reg_fails_whole(table, fakes):
+    """By the device, or at each allocation."""
+    md, device = fakes()
+    pointer = pointer_to(md)
+    live = fakes.memory.live
+    device.fail("mem_reg", S.NO_MEMORY, text="no room", errno=12)
+    error, memh = c.create_string_buffer(120), c.c_void_p(1)
+    wanted = params()
+    assert table.mem_reg(pointer, c.byref(wanted), c.byref(memh), error) is S.NO_MEMORY
+    assert (memh.value, error.raw[8:16]) == (None, b"no room\0")
+    assert int.from_bytes(error.raw[:4], "little") == 12
+    for nth in (1, 2):
+        fakes.memory.fail(nth)
+        memh = c.c_void_p(1)
+        assert table.mem_reg(pointer, c.byref(wanted), c.byref(memh), None) is S.NO_MEMORY
+        fakes.memory.fail(None)
+        assert (memh.value, fakes.memory.live, md.stats()["live_bases"]) == (None, live, 0)
+    assert device.live_keys == {}
+
+
+def test_many_registrations_lie_as_far_apart_as_they_say(table, fakes):
+    """A program of a later version has longer structures; one item fails alone."""
+    md, _ = fakes()
+    pointer = pointer_to(md)
+    each = [params(LongParams, length=64 * (i + 1)) for i in range(4)]
+    each[2].flags = 1 << 60
+    array = (LongParams * 4)(*each)
+    memhs, status = (c.c_void_p * 4)(*[1] * 4), (c.c_int32 * 4)()
+    first = table.mem_reg_many(pointer, array, c.c_size_t(4), memhs, status)
+    assert first is S.INVALID_PARAM
+    assert list(status) == [S.OK, S.OK, S.INVALID_PARAM, S.OK]
+    assert [bool(memh) for memh in memhs] == [True, True, False, True]
+    assert md.stats()["live_bases"] == 3
+    good = (c.c_void_p * 3)(memhs[0], memhs[1], memhs[3])
+    assert table.mem_dereg_many(good, c.c_size_t(3), c.c_uint32(0), None) is S.OK
+    for memh in good:
+        table.memh_release(c.c_void_p(memh))
+    table.memh_release(None)
+    table.rkey_release(None)
+    table.ep_release(None)
+    table.md_release(None)
+    assert md.stats()["live_bases"] == 0
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "rights"),
+    [(65, 0, 2**64 - 1), (1, 64, 2**64 - 1), (2**64 - 1, 2, 2**64 - 1), (0, 8, 1 << 60)],
+)
+def test_mem_derive_refuses(table, fakes, offset, length, rights):
+    md, _ = fakes()
+    base = md.mem_reg(bytearray(64))
+    before = md.stats(), fakes.memory.live
+    args = [c.c_void_p(memh_pointer(base)), c.c_uint64(offset), c.c_uint64(length)]
+    memh = c.c_void_p(1)
+    status = table.mem_derive(*args, c.c_uint64(rights), None, c.byref(memh), None)
+    assert (status, memh.value) == (S.INVALID_PARAM, None)
+    assert (md.stats(), fakes.memory.live) == before
+
+
+def test_mkey_pack_writes_all_or_nothing(table, fakes):
+    md, device = fakes()
+    win = md.mem_reg(bytearray(64)).derive()
+    memh = c.c_void_p(memh_pointer(win))
+    length, room = c.c_size_t(0), c.create_string_buffer(b"\xee" * 256, 256)
+    assert table.mkey_pack(memh, c.c_uint32(0), None, c.byref(length), None) is S.OK
+    size = length.value
+    length.value = size - 1
+    status = table.mkey_pack(memh, c.c_uint32(0), room, c.byref(length), None)
+    assert (status, length.value) == (S.BUFFER_TOO_SMALL, size)
+    assert room.raw == b"\xee" * 256
+    assert table.mkey_pack(memh, c.c_uint32(0), room, c.byref(length), None) is S.OK
+    assert room.raw == win.mkey_pack() + b"\xee" * (256 - size)
+    assert native(room.raw)[0] in device.live_keys
+    unknown = table.mkey_pack(memh, c.c_uint32(1 << 30), room, c.byref(length), None)
+    assert (unknown, length.value) == (S.INVALID_PARAM, 0)
+    assert table.mem_invalidate(memh, c.c_uint32(8), None, None) is S.INVALID_PARAM
+    assert table.mem_invalidate(memh, c.c_uint32(0), None, None) is S.OK
+    assert table.mkey_pack(memh, c.c_uint32(0), None, c.byref(length), None) is S.REVOKED
+    assert table.mem_invalidate(memh, c.c_uint32(0), None, None) is S.REVOKED
+    assert table.mem_dereg(memh, c.c_uint32(0), None, None) is S.OK
+    assert table.mem_dereg(memh, c.c_uint32(0), None, None) is S.OK
+    assert table.mkey_pack(memh, c.c_uint32(0), None, c.byref(length), None) is S.CLOSED
+
+
+def test_rkey_unpack_reads_no_further(table, fakes):
+    md, _ = fakes()
+    pointer = pointer_to(md)
+    key = md.mem_reg(bytearray(64)).derive().mkey_pack()
+    for length in (0, 1, 79, len(key) - 1):
+        rkey = c.c_void_p(1)
+        args = [pointer, c.create_string_buffer(key[:length], length or 1), c.c_size_t(length)]
+        assert table.rkey_unpack(*args, c.byref(rkey), None) is S.MALFORMED_KEY
+        assert rkey.value is None
+    assert md.stats()["live_rkeys"] == 0
+
+
+def test_an_older_program_is_served(table, fakes):
+    """Its structure ends earlier, and nothing is written behind it."""
+    md, _ = fakes()
+    pointer = pointer_to(md)
+    room = (c.c_uint64 * 64)(*[7] * 64)
+    room[0] = 32  # up to max_reg and mem_types
+    assert table.md_query(pointer, room) is S.OK
+    assert (room[0], list(room[4:])) == (32, [7] * 60)
+    assert room[1] & um.MdFlag.REG_DERIVED
+    room[0] = 8
+    assert table.md_query(pointer, room) is S.INVALID_PARAM
