@@ -54,6 +54,12 @@ def test_headers_stand_alone(tmp_path, header, language):
     assert result.returncode == 0, result.stderr
 
 
-def test_a_backend_of_version_1_is_taken():
-    md, _ = open_fake(abi=1)
-    md.close()
+@pytest.mark.parametrize("shorter", [0, -8])
+def test_a_backend_of_version_1_is_taken(shorter):
+    """It has no key_flush, whatever lies behind its table: `progress` does all."""
+    md, device = open_fake(abi=1, destroy="flush", ops_size=shorter)
+    with md, md.mem_reg(bytearray(8)) as base:
+        win = base.derive()
+        win.mkey_pack()
+        win.invalidate()
+        assert device.counts["key_flush"] == 0

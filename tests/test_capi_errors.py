@@ -153,6 +153,60 @@ def test_many_registrations_lie_as_far_apart_as_they_say(table, fakes):
     assert md.stats()["live_bases"] == 0
 
 
+def pointers(*memhs):
+    return (c.c_void_p * len(memhs))(*(memh and memh_pointer(memh) for memh in memhs))
+
+
+@pytest.mark.parametrize("destroy", ["now", "progress", "flush"])
+@pytest.mark.parametrize("call", ["mem_invalidate_many", "mem_dereg_many"])
+def test_many_revocations_end_as_one_after_the_other(table, fakes, destroy, call):
+    """A child before its parent, a handle twice, none at all, one that the device keeps."""
+    md, device = fakes(destroy=destroy)
+    base = md.mem_reg(bytearray(64))
+    parent, kept, other = base.derive(), base.derive(), base.derive()
+    child = parent.derive()
+    for win in (child, parent, kept, other):
+        win.mkey_pack()
+    # Of four destructions the last but one.
+    device.fail("key_destroy", S.BUSY, after=2)
+    items = pointers(child, parent, child, None, kept, other)
+    status = (c.c_int32 * 6)()
+    first = getattr(table, call)(items, c.c_size_t(6), c.c_uint32(0), status)
+    again = S.OK if call == "mem_dereg_many" else S.REVOKED
+    assert list(status) == [S.OK, S.OK, again, S.INVALID_PARAM, S.BUSY, S.OK]
+    assert first is next(S(one) for one in status if one)
+    assert kept.state is um.MemhState.REVOKING and base.derived_count == 1
+    (kept.invalidate if call == "mem_invalidate_many" else kept.dereg)()
+    assert device.counts["key_destroy"] == 5
+    assert [key[0] for key in device.live_keys.values()] == ["direct"]
+
+
+@pytest.mark.parametrize("count", [1, 100, 256, 257, 1000])
+def test_many_revocations_go_to_the_device_together(table, fakes, count):
+    md, device = fakes(destroy="flush")
+    base = md.mem_reg(bytearray(64))
+    wins = [base.derive() for _ in range(count)]
+    for win in wins:
+        win.mkey_pack()
+    items = pointers(*wins)
+    assert table.mem_invalidate_many(items, c.c_size_t(count), c.c_uint32(0), None) is S.OK
+    assert device.counts["key_destroy"] == count
+    assert device.counts["key_flush"] == -(-count // 256)
+    assert {win.state for win in wins} == {um.MemhState.REVOKED}
+
+
+def test_mkey_pack_many_takes_a_failed_item(table, fakes):
+    """What mem_reg_many left NULL."""
+    md, _ = fakes()
+    base = md.mem_reg(bytearray(8))
+    key = base.mkey_pack()
+    room, lengths, status = c.create_string_buffer(512), (c.c_size_t * 2)(), (c.c_int32 * 2)()
+    args = (c.c_size_t(2), c.c_uint32(0), room, c.c_size_t(256), lengths, status)
+    assert table.mkey_pack_many(pointers(None, base), *args) is S.INVALID_PARAM
+    assert (list(status), list(lengths)) == ([S.INVALID_PARAM, S.OK], [0, len(key)])
+    assert room.raw[256 : 256 + len(key)] == key
+
+
 @pytest.mark.parametrize(
     ("offset", "length", "rights"),
     [(65, 0, 2**64 - 1), (1, 64, 2**64 - 1), (2**64 - 1, 2, 2**64 - 1), (0, 8, 1 << 60)],

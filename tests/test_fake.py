@@ -209,8 +209,8 @@ def test_a_newer_table_is_taken_as_far_as_it_is_known(fakes):
     md.endpoint().close()
 
 
-def test_an_older_table_lacks_its_last_operation(fakes):
-    md, fake = fakes(ops_size=-8)
+def test_an_older_table_lacks_its_last_operations(fakes):
+    md, fake = fakes(ops_size=-16)
     md.peer_evict(bytes(32))
     assert fake.count("peer_evict") == 0
 

@@ -471,6 +471,7 @@ cdef extern from "ucx_memh/backend.h" nogil:
                         size_t size) noexcept nogil
         ucxm_status_t (*peer_evict)(void *md, const ucxm_identity_t *peer,
                                     ucxm_error_t *error) noexcept nogil
+        void (*key_flush)(void *md) noexcept nogil
 
     ctypedef struct ucxm_op_t:
         ucxm_op_kind_t kind

@@ -74,6 +74,8 @@ cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
     md.attr.md_name[sizeof(md.attr.md_name) - 1] = 0
     if md.attr.reg_alignment == 0:
         md.attr.reg_alignment = 1
+    if ops.abi < 2:
+        md.ops.key_flush = NULL  # behind the end of its table
     ops_fill(&md.ops)
     try:
         bind_check(component, &md.ops, &md.ep_ops if ep_ops != NULL else NULL, &md.attr)

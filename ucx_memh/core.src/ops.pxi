@@ -104,6 +104,10 @@ cdef ucxm_status_t default_peer_evict(
     return UCXM_OK  # a domain that remembers nothing has nothing to forget
 
 
+cdef void default_key_flush(void *md) noexcept nogil:
+    pass  # a domain whose key_destroy leaves nothing lying
+
+
 cdef void ops_fill(ucxm_md_ops_t *ops) noexcept nogil:
     """Put the stubs where nothing is."""
     if ops.tail_init == NULL:
@@ -140,6 +144,8 @@ cdef void ops_fill(ucxm_md_ops_t *ops) noexcept nogil:
         ops.stat = default_stat
     if ops.explain == NULL:
         ops.explain = default_explain
+    if ops.key_flush == NULL:
+        ops.key_flush = default_key_flush
     if ops.peer_evict == NULL:
         ops.peer_evict = default_peer_evict
 

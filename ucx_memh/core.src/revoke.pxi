@@ -100,6 +100,7 @@ cdef void revoke_device_done(ucxm_completion_t *self, ucxm_status_t status) noex
         store32(&books.pending, AT_WORK)
     pthread_mutex_unlock(&md.key_lock)
     if status == UCXM_INPROGRESS:
+        md.ops.key_flush(md.priv)
         return
     user_done = books.user_done
     books.user_done = NULL
@@ -147,13 +148,10 @@ cdef inline bint revoke_untouched(md_t *md, ucxm_memh_t *memh, bint closing) noe
     return done
 
 
-cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
-                          ucxm_error_t *error) noexcept nogil:
-    """Destroy the handle's own keys; with `closing` deregister it too.
-
-    OK or INPROGRESS: `comp` (may be NULL) runs exactly once, after the last key is gone, with no
-    lock held.  An error: it never runs.  Deregistering what is closed already is OK.
-    """
+cdef ucxm_status_t revoke_start(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
+                                bint flush, ucxm_error_t *error) noexcept nogil:
+    """As revoke(); without `flush` what is INPROGRESS may lie with the backend until its
+    key_flush or progress."""
     cdef md_t *md = md_of(memh)
     cdef books_t *books = books_of(memh)
     cdef ucxm_status_t status
@@ -192,8 +190,20 @@ cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *co
             comp.func(comp, UCXM_OK)
         memh_put(memh)
         return status
+    if flush:
+        md.ops.key_flush(md.priv)
     md_leave(md)
     return UCXM_INPROGRESS
+
+
+cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
+                          ucxm_error_t *error) noexcept nogil:
+    """Destroy the handle's own keys; with `closing` deregister it too.
+
+    OK or INPROGRESS: `comp` (may be NULL) runs exactly once, after the last key is gone, with no
+    lock held.  An error: it never runs.  Deregistering what is closed already is OK.
+    """
+    return revoke_start(memh, closing, comp, True, error)
 
 
 cdef inline bint revoke_overtaken(ucxm_memh_t *memh, ucxm_status_t status) noexcept nogil:

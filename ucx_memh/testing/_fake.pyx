@@ -136,6 +136,7 @@ cdef enum:
     OP_EVENT_ARM
     OP_MEM_ENFORCEMENT
     OP_PEER_EVICT
+    OP_KEY_FLUSH
     OP_EP_CREATE
     OP_EP_DESTROY
     OP_EP_ADDRESS
@@ -149,17 +150,17 @@ cdef const char *NAMES[OPS]
 NAMES[:] = [
     "tail_init", "close", "mem_reg", "mem_dereg", "mem_derive", "key_create", "key_destroy",
     "key_destroy_done", "mkey_pack", "rkey_unpack", "rkey_release", "rkey_ptr", "progress",
-    "event_fd", "event_arm", "mem_enforcement", "peer_evict", "ep_create", "ep_destroy",
-    "ep_address", "ep_connect", "ep_reset", "post", "transfer",
+    "event_fd", "event_arm", "mem_enforcement", "peer_evict", "key_flush", "ep_create",
+    "ep_destroy", "ep_address", "ep_connect", "ep_reset", "post", "transfer",
 ]
 cdef const char *STAT_NAMES[OPS]
 STAT_NAMES[:] = [
     "fake_tail_init", "fake_close", "fake_mem_reg", "fake_mem_dereg", "fake_mem_derive",
     "fake_key_create", "fake_key_destroy", "fake_key_destroy_done", "fake_mkey_pack",
     "fake_rkey_unpack", "fake_rkey_release", "fake_rkey_ptr", "fake_progress", "fake_event_fd",
-    "fake_event_arm", "fake_mem_enforcement", "fake_peer_evict", "fake_ep_create",
-    "fake_ep_destroy", "fake_ep_address", "fake_ep_connect", "fake_ep_reset", "fake_post",
-    "fake_transfer",
+    "fake_event_arm", "fake_mem_enforcement", "fake_peer_evict", "fake_key_flush",
+    "fake_ep_create", "fake_ep_destroy", "fake_ep_address", "fake_ep_connect", "fake_ep_reset",
+    "fake_post", "fake_transfer",
 ]
 
 OPERATIONS = tuple(NAMES[i].decode() for i in range(OPS))
@@ -173,6 +174,7 @@ cdef enum:
     DESTROY_NOW        # key_destroy is done when it returns
     DESTROY_PROGRESS   # ... at the next progress()
     DESTROY_MANUAL     # ... when the test says so
+    DESTROY_FLUSH      # ... at the next progress() after a key_flush()
 
 # What a device says that it enforces, and does not.
 cdef enum:
@@ -204,6 +206,7 @@ cdef struct key_t:
     uint64_t endpoint   # id of the only endpoint that may use it; 0: any
     ucxm_registration_t *reg
     bint dying          # its destruction has been asked for
+    bint lying          # ... and waits for a key_flush
     ucxm_completion_t *comp
     key_t *next
 
@@ -641,6 +644,7 @@ cdef ucxm_status_t fake_key_destroy(void *priv, const ucxm_memh_t *memh, ucxm_ke
         dying = key.dying
         if not dying and status == UCXM_OK and comp != NULL and dev.destroy_mode != DESTROY_NOW:
             key.dying = True
+            key.lying = dev.destroy_mode == DESTROY_FLUSH
             key.comp = comp
             status = UCXM_INPROGRESS
     pthread_mutex_unlock(&dev.lock)
@@ -657,6 +661,27 @@ cdef ucxm_status_t fake_key_destroy(void *priv, const ucxm_memh_t *memh, ucxm_ke
     return status
 
 
+cdef bint destroys_send(fake_t *dev) noexcept nogil:
+    """What lies goes to the device.  Was there anything?"""
+    cdef key_t *key
+    cdef bint some = False
+    if dev.destroy_mode != DESTROY_FLUSH:
+        return False
+    pthread_mutex_lock(&dev.lock)
+    key = dev.keys
+    while key != NULL:
+        some = some or key.lying
+        key.lying = False
+        key = key.next
+    pthread_mutex_unlock(&dev.lock)
+    return some
+
+
+cdef void fake_key_flush(void *priv) noexcept nogil:
+    if destroys_send(<fake_t *>priv):
+        count(<fake_t *>priv, OP_KEY_FLUSH)
+
+
 cdef unsigned destroys_complete(fake_t *dev, uint64_t at_most,
                                 ucxm_status_t status) noexcept nogil:
     """Finish that many destructions, the oldest first; with an error the keys stay."""
@@ -670,7 +695,7 @@ cdef unsigned destroys_complete(fake_t *dev, uint64_t at_most,
         pthread_mutex_lock(&dev.lock)
         key = dev.keys
         while key != NULL:
-            if key.dying:
+            if key.dying and not key.lying:
                 oldest = key  # new ones are put in front
             key = key.next
         if oldest != NULL:
@@ -1148,8 +1173,9 @@ cdef unsigned fake_progress(void *priv) noexcept nogil:
     cdef unsigned done = 0
     count(dev, OP_PROGRESS)
     fake_event_clear(dev.event)
-    if dev.destroy_mode == DESTROY_PROGRESS:
+    if dev.destroy_mode == DESTROY_PROGRESS or dev.destroy_mode == DESTROY_FLUSH:
         done = destroys_complete(dev, <uint64_t>-1, UCXM_OK)
+        destroys_send(dev)
     if not load32(&dev.held):
         done += flight_run(dev, <uint64_t>-1, <uint64_t>-1)
     return done
@@ -1173,7 +1199,8 @@ cdef ucxm_status_t fake_event_arm(void *priv, ucxm_error_t *error) noexcept nogi
     pthread_mutex_lock(&dev.lock)
     work = dev.flight != NULL and not load32(&dev.held)
     key = dev.keys
-    while key != NULL and dev.destroy_mode == DESTROY_PROGRESS:
+    while key != NULL and (
+            dev.destroy_mode == DESTROY_PROGRESS or dev.destroy_mode == DESTROY_FLUSH):
         work = work or key.dying
         key = key.next
     pthread_mutex_unlock(&dev.lock)
@@ -1240,6 +1267,7 @@ cdef void fill_ops(ucxm_md_ops_t *ops) noexcept nogil:
     ops.stat = fake_stat
     ops.explain = fake_explain
     ops.peer_evict = fake_peer_evict
+    ops.key_flush = fake_key_flush
 
 
 cdef void fill_ep_ops(ucxm_ep_ops_t *ops) noexcept nogil:
@@ -1293,6 +1321,8 @@ cdef void **op_field(ucxm_md_ops_t *ops, ucxm_ep_ops_t *ep_ops, str name) except
         return <void **>&ops.explain
     elif name == "peer_evict":
         return <void **>&ops.peer_evict
+    elif name == "key_flush":
+        return <void **>&ops.key_flush
     elif name == "ep_create":
         return <void **>&ep_ops.ep_create
     elif name == "ep_destroy":
@@ -1626,9 +1656,10 @@ def open_fake(
     fake can lie, and binding must refuse it.
 
     What it is like: `destroy` is "now", "progress" (key_destroy answers INPROGRESS and is done by
-    the next progress) or "manual" (by FakeDevice.complete); `deferred` moves data in progress()
-    only; `connectionless` needs no ep.connect().  `payload_length` is what a key's payload really
-    has, should that differ from `rkey_packed_size`.
+    the next progress), "manual" (by FakeDevice.complete) or "flush" (by the next progress after a
+    key_flush; the count of "key_flush" is of those that found something); `deferred` moves data in
+    progress() only; `connectionless` needs no ep.connect().  `payload_length` is what a key's
+    payload really has, should that differ from `rkey_packed_size`.
 
     `lies` names what it does not enforce ("rights", "range", "revoke", "in_flight", "endpoint",
     "guess"), whatever it claims; `claim` is the Enforcement that it claims for everything.
@@ -1650,7 +1681,7 @@ def open_fake(
     if dev.event < 0:
         raise MemoryError("eventfd")
     dev.destroy_mode = {"now": DESTROY_NOW, "progress": DESTROY_PROGRESS,
-                        "manual": DESTROY_MANUAL}[destroy]
+                        "manual": DESTROY_MANUAL, "flush": DESTROY_FLUSH}[destroy]
     dev.deferred = deferred
     dev.connectionless = connectionless
     for lie in lies:

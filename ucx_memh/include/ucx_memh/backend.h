@@ -33,7 +33,7 @@ extern "C" {
  * that the core allocates (registration, handle, rkey, operation, endpoint) may have more behind
  * them than this file says: a backend never takes their size.
  */
-#define UCXM_BACKEND_ABI 1
+#define UCXM_BACKEND_ABI 2
 
 typedef struct ucxm_registration ucxm_registration_t;
 typedef struct ucxm_op ucxm_op_t;
@@ -234,6 +234,12 @@ typedef struct ucxm_md_ops {
     void (*explain)(void *md, const ucxm_memh_t *memh, char *text, size_t size);
     /* Forgets what is remembered about a peer; its keys become stale. */
     ucxm_status_t (*peer_evict)(void *md, const ucxm_identity_t *peer, ucxm_error_t *error);
+
+    /* Version 2.  key_destroy may answer INPROGRESS and leave its work lying, so that the device
+     * gets that of many keys at once: this hands over all that lies.  Called with no lock held
+     * after a revocation, or after those of a batch, also from inside a completion; `progress`
+     * hands it over, too. */
+    void (*key_flush)(void *md);
 } ucxm_md_ops_t;
 
 

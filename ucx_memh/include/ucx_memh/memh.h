@@ -473,7 +473,8 @@ typedef struct ucxm_api {
 
     /* ---- many at once ---- *
      * Every item is tried.  OK: all went well; else the first status that was not OK, and
-     * `status` (may be NULL) has one for each item.  An item that failed has NULL and length 0. */
+     * `status` (may be NULL) has one for each item.  An item that failed has NULL and length 0; a
+     * handle that is NULL is an item with INVALID_PARAM.  Revocations go to the device together. */
 
     /* params[0].struct_size is how far they lie apart. */
     ucxm_status_t (*mem_reg_many)(ucxm_md_t *md, const ucxm_reg_params_t *params, size_t count,
