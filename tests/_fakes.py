@@ -129,8 +129,7 @@ def native(key: bytes) -> tuple[int, int]:
 class Books(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("device_done", "children", "next", "prev", "plan")),
-        ("epoch", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("refs", "live_children")),
+        *((name, ctypes.c_uint32) for name in ("epoch", "component_id", "refs", "live_children")),
         ("packed", ctypes.c_void_p * 8),
         ("user_done", ctypes.c_void_p),
         *((name, ctypes.c_uint32) for name in ("pending", "closing")),

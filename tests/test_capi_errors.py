@@ -2,13 +2,14 @@
 """The embedders' table, called from here: what is refused, and that nothing changes by it."""
 
 import ctypes as c
+import gc
 import re
 from pathlib import Path
 
 import pytest
 
 import ucx_memh as um
-from _fakes import native
+from _fakes import Envelope, native
 from ucx_memh import capi, core
 from ucx_memh.testing import memh_pointer
 
@@ -52,7 +53,10 @@ class Table:
 
     def __getattr__(self, name: str):
         place = self.at + 16 + 8 * self.names.index(name)
-        function = c.CFUNCTYPE(c.c_int32)(c.c_void_p.from_address(place).value)
+        address = c.c_void_p.from_address(place).value
+        if name.endswith("_release"):
+            return c.CFUNCTYPE(None)(address)
+        function = c.CFUNCTYPE(c.c_int32)(address)
         return lambda *args: S(function(*args))
 
 
@@ -193,6 +197,45 @@ def test_many_revocations_go_to_the_device_together(table, fakes, count):
     assert device.counts["key_destroy"] == count
     assert device.counts["key_flush"] == -(-count // 256)
     assert {win.state for win in wins} == {um.MemhState.REVOKED}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_closed_handle_outlives_all_that_it_came_from(table, fakes, packed):
+    """What is left of it is its own: it may be asked, and released, after the domain."""
+    md, device = fakes()
+    derived, base = c.c_void_p(), c.c_void_p()
+    wanted = params()
+    assert table.mem_reg(pointer_to(md), c.byref(wanted), c.byref(base), None) is S.OK
+    everything = (c.c_uint64(0), c.c_uint64(2**64 - 1), c.c_uint64(2**64 - 1), None)
+    assert table.mem_derive(base, *everything, c.byref(derived), None) is S.OK
+    room, length = c.create_string_buffer(256), c.c_size_t(256)
+    if packed:
+        assert table.mkey_pack(derived, c.c_uint32(0), room, c.byref(length), None) is S.OK
+    assert table.mem_dereg(derived, c.c_uint32(0), None, None) is S.OK
+    assert table.mem_dereg(base, c.c_uint32(0), None, None) is S.OK
+    table.memh_release(base)
+    md.close()
+    assert device.closed
+    fakes.opened.clear()
+    del md
+    gc.collect()
+    info = (c.c_uint64 * 12)(8 * 12)
+    assert table.mem_query(derived, info) is S.OK
+    assert info[2] == 4096
+    other = c.c_void_p(1)
+    assert table.mem_derive(derived, *everything, c.byref(other), None) is S.CLOSED
+    assert table.mkey_pack(derived, c.c_uint32(0), room, c.byref(length), None) is S.CLOSED
+    for flags in (0, 2):  # 2: CASCADE
+        assert table.mem_invalidate(derived, c.c_uint32(flags), None, None) is S.CLOSED
+    for flags in (0, 1, 2, 3):
+        assert table.mem_dereg(derived, c.c_uint32(flags), None, None) is S.OK
+    assert table.mem_enforcement(derived, room) is S.CLOSED
+    length.value = 256
+    assert table.revoke_notice(derived, room, c.byref(length), None) is S.OK
+    assert Envelope.of(room.raw[: length.value]).address == wanted.address
+    assert table.mem_dereg_many((c.c_void_p * 1)(derived), c.c_size_t(1), c.c_uint32(0), None) == 0
+    table.memh_release(derived)
+    fakes.memory.check()
 
 
 def test_mkey_pack_many_takes_a_failed_item(table, fakes):

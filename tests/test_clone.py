@@ -105,6 +105,12 @@ def test_the_inherited_span_is_the_bases(fakes, tails):
     assert Look(other, tails).span not in spans
 
 
+def counts(memh):
+    """References to it, and its live children."""
+    books = Look(memh, (0, 0)).books
+    return books.refs, books.live_children
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["", "of-a-packed-base"])
 def test_a_clones_own_fields(fakes, packed):
     """S10, S11: nothing of the base's key slots, links, counts or cached bytes comes along."""
@@ -137,7 +143,16 @@ def test_a_clones_own_fields(fakes, packed):
     assert of_base.own.slot[0].value != 0
     assert [bool(packed_key) for packed_key in of_base.books.packed[:4]] == [packed] * 4
     assert (of_base.books.children, of_base.books.live_children) == (look.at, 2)
-    assert of_base.books.refs == 3
+    # Live children keep it by being there; one that is revoked, but not closed, is counted.
+    assert of_base.books.refs == 1
+    sibling.invalidate()
+    assert counts(base) == (2, 1)
+    sibling.dereg()
+    assert counts(base) == (2, 1)
+    del sibling
+    assert counts(base) == (1, 1)
+    win.dereg()
+    assert counts(base) == (1, 0)
 
 
 def test_handles_that_live_long_are_not_written_to(fakes):

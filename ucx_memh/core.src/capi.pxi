@@ -201,7 +201,7 @@ cdef ucxm_status_t ucxm_mem_reg(ucxm_md_t *handle, const ucxm_reg_params_t *para
         reg_rights(reg, params.flags, False, True)
         status = reg_check(md, reg, True, error)
     if status != UCXM_OK:
-        reg_put(reg)
+        reg_free(reg)
         return status
     return mem_reg(md, reg, memh, error)
 
@@ -247,8 +247,11 @@ cdef ucxm_status_t ucxm_mem_query(ucxm_memh_t *memh, ucxm_memh_info_t *out) noex
 cdef ucxm_status_t ucxm_mem_enforcement(ucxm_memh_t *memh,
                                         ucxm_enforcement_t *enforcement) noexcept nogil:
     cdef md_t *md = md_of(memh)
-    cdef ucxm_status_t status = md_enter(md)
+    cdef ucxm_status_t status
     memset(enforcement, 0, sizeof(enforcement[0]))
+    if load32(&memh.id.state) == UCXM_MEMH_CLOSED:  # domain and registration may be gone
+        return UCXM_ERR_CLOSED
+    status = md_enter(md)
     if status == UCXM_OK:
         md.ops.mem_enforcement(md.priv, memh, enforcement)
         md_leave(md)
@@ -272,6 +275,8 @@ cdef ucxm_status_t revoke_below(ucxm_memh_t *memh, ucxm_error_t *error) noexcept
     cdef ucxm_memh_t *leaf
     if books_of(memh).epoch != fork_epoch:  # before any lock, which may have been forked locked
         return UCXM_ERR_FORKED
+    if load32(&memh.id.state) == UCXM_MEMH_CLOSED:  # its domain may be gone
+        return UCXM_OK
     while status == UCXM_OK:
         leaf = revoke_leaf(md_of(memh), memh)
         if leaf == NULL:
@@ -316,11 +321,8 @@ cdef ucxm_status_t ucxm_mem_dereg(ucxm_memh_t *memh, uint32_t flags, ucxm_comple
 
 
 cdef void ucxm_memh_release(ucxm_memh_t *memh) noexcept nogil:
-    cdef ucxm_error_t ignored
-    if memh == NULL:
-        return
-    memset(&ignored, 0, sizeof(ignored))
-    memh_drop(memh, &ignored)
+    if memh != NULL:
+        memh_drop(memh)
 
 
 # ---- keys ----

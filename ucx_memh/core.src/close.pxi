@@ -92,6 +92,14 @@ cdef ucxm_status_t close_everything(md_t *md, uint64_t until,
     return status
 
 
+cdef bint md_in_use(md_t *md) noexcept nogil:
+    cdef bint used
+    spin_lock(&md.tree_lock)
+    used = md.live_bases != 0 or md.live_derived != 0 or md.live_endpoints != 0
+    spin_unlock(&md.tree_lock)
+    return used
+
+
 cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
                             ucxm_error_t *error) noexcept nogil:
     """Close the domain.  BUSY, and nothing changed, while anything of it is in use; `force` closes
@@ -122,7 +130,7 @@ cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
     if load32(&md.users) != 0:
         error_text(error, "a call is under way in another thread, or this is one of its callbacks")
         status = UCXM_ERR_BUSY
-    elif load32(&md.live_bases) or load32(&md.live_derived) or load32(&md.live_endpoints):
+    elif md_in_use(md):
         error_text(error, "handles or endpoints are live")
         status = UCXM_ERR_BUSY
     elif load32(&md.live_rkeys) and not force:

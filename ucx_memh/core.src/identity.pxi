@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Who this process is (in its packed keys), and whether it is a forked child.
 
-cdef uint64_t fork_epoch = 1        # one more in each forked child
+cdef uint32_t fork_epoch = 1        # one more in each forked child
 cdef bint fork_watched = False
 cdef ucxm_identity_t own_identity
-cdef uint64_t own_identity_epoch = 0
+cdef uint32_t own_identity_epoch = 0
 
 
 cdef void fork_child() noexcept nogil:

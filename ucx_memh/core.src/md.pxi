@@ -57,12 +57,13 @@ cdef struct md_t:
     ucxm_ep_ops_t ep_ops
     ucxm_md_attr_t attr
     void *priv
-    uint64_t epoch           # fork generation in which it was opened
+    uint32_t epoch           # fork generation in which it was opened
     PyObject *holder         # what ucxm_md_open keeps for its caller
     uint32_t refs            # the Python object, handles, rkeys, endpoints
     uint32_t state
     uint32_t users           # threads inside the backend
     uint32_t component_id
+    layout_t layout          # of its handles
     uint64_t next_key_id
     spin_t tree_lock         # links, states and counts of handles and endpoints
     uint32_t live_bases
@@ -101,6 +102,20 @@ cdef inline ucxm_status_t md_enter(md_t *md) noexcept nogil:
         if state == MD_CLOSED:
             return UCXM_ERR_CLOSED
         sched_yield()  # a close that is under way may still turn out to be refused
+
+
+cdef inline ucxm_status_t md_lock_open(md_t *md) noexcept nogil:
+    """Take the tree_lock of an open domain; who closes it looks at the tree under that lock."""
+    cdef uint32_t state
+    while True:
+        spin_lock(&md.tree_lock)
+        state = load32(&md.state)
+        if state == MD_OPEN:
+            return UCXM_OK
+        spin_unlock(&md.tree_lock)
+        if state == MD_CLOSED:
+            return UCXM_ERR_CLOSED
+        sched_yield()
 
 
 cdef inline void md_leave(md_t *md) noexcept nogil:

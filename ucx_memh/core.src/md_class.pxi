@@ -85,6 +85,7 @@ cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
     md.epoch = fork_epoch
     md.refs = 1
     md.component_id = fnv1a(md.attr.component)
+    md.layout = memh_size(md.ops.tail_inherit_size, md.ops.tail_own_size)
     md.quarantine.size = md.attr.quarantine
     md.next_key_id = int.from_bytes(_os.urandom(7), "little") + 1
     pthread_mutex_init(&md.key_lock, NULL)
@@ -217,7 +218,7 @@ cdef class Md:
                                                 component=md_component(md))
             reg_check_or_raise(md, reg, writable, "mem_reg")
         except BaseException:
-            reg_put(reg)
+            reg_free(reg)
             raise
         return base_wrap(self, reg, "mem_reg")
 
@@ -254,7 +255,7 @@ cdef class Md:
         try:
             reg_check_or_raise(md, reg, True, "mem_adopt")
         except BaseException:
-            reg_put(reg)
+            reg_free(reg)
             raise
         if owner is not None:
             Py_INCREF(owner)

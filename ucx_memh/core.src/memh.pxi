@@ -2,16 +2,22 @@
 # Handles: allocate, clone, link, release.  Base and derived are one type; what differs between
 # them is decided here, by init, and when their native state goes (revoke.pxi).
 
-cdef inline layout_t md_layout(md_t *md) noexcept nogil:
-    return memh_size(md.ops.tail_inherit_size, md.ops.tail_own_size)
-
-
 cdef void init_books(ucxm_memh_t *memh, md_t *md, const plan_t *plan) noexcept nogil:
+    """One that its maker is still at work on."""
     cdef books_t *books = books_of(memh)
-    memset(books, 0, sizeof(books[0]))
+    books.device_done.func = NULL
+    books.children = NULL
     books.plan = plan
     books.epoch = md.epoch
+    books.component_id = md.component_id
     books.refs = 1
+    books.live_children = 0
+    zero64(books.packed)
+    books.user_done = NULL
+    books.pending = AT_WORK
+    books.closing = 0
+    books.failed = UCXM_OK
+    books.touched = 0
 
 
 cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent,
@@ -29,7 +35,7 @@ cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent,
 cdef void init_inherited(ucxm_memh_t *memh, reg_t *reg, size_t tail_size) noexcept nogil:
     memh.inherited.reg = &reg.pub
     memh.inherited.flags = reg.pub.flags
-    memh.inherited.lkey = reg.pub.lkey
+    memh.inherited.lkey = 0  # the device's answer, as the slot's value
     memh.inherited.mem_type = reg.pub.mem_type
     memset(ucxm_memh_inherited_tail(memh), 0, tail_size)
 
@@ -52,18 +58,18 @@ cdef ucxm_memh_t *memh_alloc_bytes(const layout_t *layout) noexcept nogil:
 
 
 cdef ucxm_memh_t *memh_alloc(md_t *md, reg_t *reg, uint64_t rights) noexcept nogil:
-    """A base: size, malloc, init.  Takes the caller's reference to the Registration."""
-    cdef layout_t layout = md_layout(md)
-    cdef ucxm_memh_t *memh = memh_alloc_bytes(&layout)
+    """A base: size, malloc, init.  Takes the caller's Registration, which may still be to be made.
+
+    Not linked yet: the caller may still throw it away with memh_free.
+    """
+    cdef const layout_t *layout = &md.layout
+    cdef ucxm_memh_t *memh = memh_alloc_bytes(layout)
     if memh == NULL:
         return NULL
     init_books(memh, md, &BASE_PLAN)
-    init_identity(memh, md, NULL, &layout)
+    init_identity(memh, md, NULL, layout)
     init_inherited(memh, reg, layout.own_offset - sizeof(ucxm_memh_t))
     init_own(memh, reg.pub.address, reg.pub.length, rights, reg.pub.grant, NULL)
-    ucxm_memh_own(memh).slot[UCXM_SLOT_PLAIN].value = reg.pub.rkey
-    md.ops.tail_init(md.priv, memh, ucxm_memh_inherited_tail(memh), ucxm_memh_own_tail(memh))
-    md_get(md)
     return memh
 
 
@@ -71,18 +77,19 @@ cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, ui
                              uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
     """A derived handle: size, malloc, one memcpy of the inherited span, init of the rest.
 
-    Not linked and not counted yet: the caller may still throw it away with memh_free.
+    Not linked yet: the caller may still throw it away with memh_free.
     """
-    cdef layout_t layout = md_layout(md)
-    cdef ucxm_memh_t *memh = memh_alloc_bytes(&layout)
+    cdef const layout_t *layout = &md.layout
+    cdef ucxm_memh_t *memh = memh_alloc_bytes(layout)
     if memh == NULL:
         return NULL
     init_books(memh, md, &DERIVED_PLAN)
-    init_identity(memh, md, parent, &layout)
+    init_identity(memh, md, parent, layout)
     memcpy(<char *>memh + layout.copy_offset, <char *>parent + layout.copy_offset,
            layout.copy_size)
     init_own(memh, address, length, grant, grant, ep)
-    md.ops.tail_init(md.priv, memh, NULL, ucxm_memh_own_tail(memh))
+    if md.ops.tail_init != default_tail_init:
+        md.ops.tail_init(md.priv, memh, NULL, ucxm_memh_own_tail(memh))
     return memh
 
 
@@ -90,7 +97,7 @@ cdef inline void memh_free(ucxm_memh_t *memh) noexcept nogil:
     mem_free(books_of(memh))
 
 
-cdef void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
+cdef inline void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     """Put a live handle under its parent or among the bases; it gets its key id.  tree_lock is
     held."""
     cdef books_t *books = books_of(memh)
@@ -111,7 +118,7 @@ cdef void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     head[0] = memh
 
 
-cdef void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
+cdef inline void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     """Its keys are gone.  tree_lock is held."""
     cdef books_t *books = books_of(memh)
     cdef ucxm_memh_t **head
@@ -143,23 +150,50 @@ cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
     """
     cdef ucxm_memh_t *parent
     cdef ucxm_memh_own_t *own
+    cdef books_t *books
     cdef md_t *md
     cdef int i
-    while memh != NULL and sub32(&books_of(memh).refs, 1) == 0:
+    while memh != NULL:
+        books = books_of(memh)
+        # The only one who has it need not tell other processors: nobody can find it any more.
+        if load32(&books.refs) != 1 and sub32(&books.refs, 1) != 0:
+            return
         own = ucxm_memh_own(memh)
         md = md_of(memh)
         parent = memh.id.parent
-        if books_of(memh).touched:
+        if books.touched:
             for i in range(8):
-                mem_free(books_of(memh).packed[i])
+                mem_free(books.packed[i])
         if own.ep != NULL:
             ep_put(<ep_t *>own.ep)
         if parent == NULL:
-            reg_put(reg_of(memh))
-        memh_free(memh)
-        if parent == NULL:
+            reg_free(reg_of(memh))
+            memh_free(memh)
             md_put(md)
+            return
+        if not books.closing & HOLDS_PARENT:
+            parent = NULL
+        memh_free(memh)
         memh = parent  # a loop: chains of derived handles may be long
+
+
+cdef inline void memh_settle(md_t *md, ucxm_memh_t *memh, bint closing) noexcept nogil:
+    """Its keys are gone, and with `closing` all it had: REVOKED or CLOSED.  tree_lock is held.
+
+    Until now its parent could not go, because of it.  From now on one that is closed and that only
+    its user has needs no parent any more; any other one holds it.
+    """
+    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
+    cdef books_t *books = books_of(memh)
+    if memh.id.parent != NULL:
+        bump64(&md.counters.revoke, 1)
+        if not closing or load32(&books.refs) != 1:
+            memh_get(memh.id.parent)
+            books.closing |= HOLDS_PARENT
+    memh_unlink(md, memh)
+    if own.ep != NULL:
+        (<ep_t *>own.ep).bound -= 1
+    store32(&memh.id.state, UCXM_MEMH_CLOSED if closing else UCXM_MEMH_REVOKED)
 
 
 cdef inline ucxm_status_t memh_check(ucxm_memh_t *memh) noexcept nogil:
@@ -167,42 +201,63 @@ cdef inline ucxm_status_t memh_check(ucxm_memh_t *memh) noexcept nogil:
     cdef uint32_t state
     if books_of(memh).epoch != fork_epoch:
         return UCXM_ERR_FORKED
-    state = load32_sc(&memh.id.state)
+    state = load32(&memh.id.state)
     if state == UCXM_MEMH_LIVE:
         return UCXM_OK
     return UCXM_ERR_CLOSED if state == UCXM_MEMH_CLOSED else UCXM_ERR_REVOKED
 
 
+cdef void memh_undo(md_t *md, ucxm_memh_t *memh) noexcept nogil:
+    """The backend would not make it: as if it had never been linked.  A forced close of the domain
+    may have found it meanwhile, and waits for it."""
+    spin_lock(&md.tree_lock)
+    memh_unlink(md, memh)
+    if memh.id.parent != NULL:
+        bump64(&md.counters.derive, <uint64_t>-1)
+    if ucxm_memh_own(memh).ep != NULL:
+        (<ep_t *>ucxm_memh_own(memh).ep).bound -= 1
+    store32(&memh.id.state, UCXM_MEMH_CLOSED)
+    store32(&books_of(memh).pending, 0)
+    spin_unlock(&md.tree_lock)
+    memh_put(memh)
+
+
 cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
                            ucxm_error_t *error) noexcept nogil:
-    """Register what the prepared Registration says; takes it over, also on failure."""
+    """Register what the prepared Registration says; takes it over, also on failure.
+
+    The base is linked first, for a domain is not closed over one that is being made.
+    """
+    cdef uint64_t rights = reg.pub.grant
     cdef ucxm_status_t status
     cdef ucxm_memh_t *memh
-    cdef uint64_t rights = reg.pub.grant
     memh_p[0] = NULL
     if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
         rights &= ~UCXM_MEM_ACCESS_REMOTE
-    status = md_enter(md)
+    memh = memh_alloc(md, reg, rights) if md.epoch == fork_epoch else NULL
+    if memh == NULL:
+        reg_free(reg)
+        return UCXM_ERR_NO_MEMORY if md.epoch == fork_epoch else UCXM_ERR_FORKED
+    status = md_lock_open(md)
     if status != UCXM_OK:
-        reg_put(reg)
+        memh_free(memh)
+        reg_free(reg)
         return status
-    status = reg_hold(reg, error)
-    if status == UCXM_OK:
-        memh = memh_alloc(md, reg, rights)
-        if memh == NULL:
-            status = UCXM_ERR_NO_MEMORY
-            # If even this fails the device keeps the region; the memory under it must stay.
-            if reg_unhold(reg, error) != UCXM_OK:
-                md_leave(md)
-                return status
-    if status != UCXM_OK:
-        md_leave(md)
-        reg_put(reg)
-        return status
-    spin_lock(&md.tree_lock)
+    md_get(md)
     memh_link(md, memh)
+    bump64(&md.counters.mem_reg, reg_native(reg))
     spin_unlock(&md.tree_lock)
-    md_leave(md)
+    status = reg_hold(reg, error)
+    if status != UCXM_OK:
+        memh_undo(md, memh)
+        return status
+    memh.inherited.lkey = reg.pub.lkey
+    # An adopted registration tells its range only now.
+    ucxm_memh_own(memh).address = reg.pub.address
+    ucxm_memh_own(memh).length = reg.pub.length
+    ucxm_memh_own(memh).slot[UCXM_SLOT_PLAIN].value = reg.pub.rkey
+    md.ops.tail_init(md.priv, memh, ucxm_memh_inherited_tail(memh), ucxm_memh_own_tail(memh))
+    store32(&books_of(memh).pending, 0)
     memh_p[0] = memh
     return UCXM_OK
 
@@ -248,31 +303,28 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
             error_text(error, "the endpoint is closed")
             return status
 
-    status = md_enter(md)
-    if status != UCXM_OK:
-        return status
     memh = memh_clone(md, parent, base.address + offset, length, grant, ep)
     if memh == NULL:
-        md_leave(md)
         return UCXM_ERR_NO_MEMORY
-    status = md.ops.mem_derive(md.priv, parent, memh, error)
-    md_leave(md)
-    if status == UCXM_OK:
-        spin_lock(&md.tree_lock)
-        # Whoever closed the parent or the endpoint meanwhile has won.
-        status = memh_check(parent)
-        if status == UCXM_OK and ep != NULL:
-            status = ep_check(<ep_t *>ep)
-        if status == UCXM_OK:
-            memh_link(md, memh)
-            bump64(&md.counters.derive, 1)
-            if ep != NULL:
-                (<ep_t *>ep).bound += 1
-                add32(&(<ep_t *>ep).refs, 1)
-        spin_unlock(&md.tree_lock)
+    spin_lock(&md.tree_lock)
+    # Whoever closed the parent or the endpoint meanwhile has won; from here on it cannot go.
+    status = memh_check(parent)
+    if status == UCXM_OK and ep != NULL:
+        status = ep_check(<ep_t *>ep)
     if status != UCXM_OK:
+        spin_unlock(&md.tree_lock)
         memh_free(memh)
         return status
-    memh_get(parent)
+    memh_link(md, memh)
+    bump64(&md.counters.derive, 1)
+    if ep != NULL:
+        (<ep_t *>ep).bound += 1
+        add32(&(<ep_t *>ep).refs, 1)
+    spin_unlock(&md.tree_lock)
+    status = md.ops.mem_derive(md.priv, parent, memh, error)
+    if status != UCXM_OK:
+        memh_undo(md, memh)
+        return status
+    store32(&books_of(memh).pending, 0)
     memh_p[0] = memh
     return UCXM_OK

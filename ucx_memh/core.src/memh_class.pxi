@@ -24,12 +24,6 @@ cdef packed_t *memh_pack(Memh self, object flags) except NULL:
     return packed
 
 
-cdef void memh_forget(void *memh) noexcept nogil:
-    cdef ucxm_error_t error
-    memset(&error, 0, sizeof(error))
-    memh_drop(<ucxm_memh_t *>memh, &error)
-
-
 cdef int revoke_descendants(Memh self, str op) except -1:
     cdef md_t *md = md_of(self.memh)
     cdef ucxm_memh_t *leaf
@@ -88,10 +82,10 @@ cdef class Memh:
         if memh == NULL:
             return
         if load32(&memh.id.state) == UCXM_MEMH_CLOSED or md_of(memh).attr.fast_reg:
-            md_drop(md_of(memh), memh, memh_forget)
+            md_drop(md_of(memh), memh, memh_drop)
         else:
             with nogil:
-                md_drop(md_of(memh), memh, memh_forget)
+                md_drop(md_of(memh), memh, memh_drop)
 
     def __repr__(self):
         cdef ucxm_memh_own_t *own = ucxm_memh_own(self.memh)

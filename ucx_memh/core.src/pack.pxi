@@ -58,7 +58,7 @@ cdef enum:
     PACK_RAW_INDEX = 4  # packed[]: 0..3 with the envelope, 4..7 raw
 
 
-cdef void key_envelope(md_t *md, const ucxm_key_info_t *info, const uint8_t *payload,
+cdef void key_envelope(uint32_t component, const ucxm_key_info_t *info, const uint8_t *payload,
                        size_t payload_size, uint8_t *key) noexcept nogil:
     """Write header and payload: UCXM_KEY_HEADER_SIZE + payload_size bytes."""
     cdef size_t size = UCXM_KEY_HEADER_SIZE + payload_size
@@ -67,7 +67,7 @@ cdef void key_envelope(md_t *md, const ucxm_key_info_t *info, const uint8_t *pay
     put_le(key, UCXM_KEY_OFF_HEADER_LEN, 1, UCXM_KEY_HEADER_SIZE)
     put_le(key, UCXM_KEY_OFF_TOTAL_LEN, 2, size)
     put_le(key, UCXM_KEY_OFF_FLAGS, 2, info.flags)
-    put_le(key, UCXM_KEY_OFF_COMPONENT, 4, md.component_id)
+    put_le(key, UCXM_KEY_OFF_COMPONENT, 4, component)
     put_le(key, UCXM_KEY_OFF_KEY_ID, 8, info.key_id)
     put_le(key, UCXM_KEY_OFF_ADDRESS, 8, info.address)
     put_le(key, UCXM_KEY_OFF_LENGTH, 8, info.length)
@@ -139,7 +139,7 @@ cdef ucxm_status_t pack_make(md_t *md, ucxm_memh_t *memh, const choice_t *choice
         bytes = payload
         size = md.attr.rkey_raw_size
     else:
-        key_envelope(md, &info, payload, payload_size, key)
+        key_envelope(md.component_id, &info, payload, payload_size, key)
         size = UCXM_KEY_HEADER_SIZE + payload_size
     packed = <packed_t *>mem_alloc(sizeof(packed_t) + size)
     if packed == NULL:
@@ -220,9 +220,11 @@ cdef ucxm_status_t pack_slow(ucxm_memh_t *memh, uint32_t flags, packed_t **packe
     if status != UCXM_OK:
         return status
     pthread_mutex_lock(&md.key_lock)
-    # Whoever revokes it sees that first, or else we see that he does.
-    store32_sc(&books_of(memh).touched, 1)
-    status = memh_check(memh)  # whoever revokes it later waits for this lock, and finds the key
+    spin_lock(&md.tree_lock)
+    status = memh_check(memh)
+    if status == UCXM_OK:  # whoever revokes it later waits for the key_lock, and finds the key
+        store32(&books_of(memh).touched, 1)
+    spin_unlock(&md.tree_lock)
     packed_p[0] = <packed_t *>place[0]
     if status == UCXM_OK and place[0] == NULL:
         status = pack_make(md, memh, choice, raw, packed_p, error)
@@ -272,5 +274,5 @@ cdef ucxm_status_t revoke_notice(ucxm_memh_t *memh, uint8_t *notice,
     info.flags = UCXM_KEY_FLAG_REVOKED | UCXM_KEY_FLAG_EMPTY
     status = identity_self(&info.owner)
     if status == UCXM_OK:
-        key_envelope(md_of(memh), &info, NULL, 0, notice)
+        key_envelope(books_of(memh).component_id, &info, NULL, 0, notice)
     return status

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The Registration: what the device holds, and the Python buffer under it.  Counted, never copied.
+# The Registration: what the device holds, and the Python buffer under it.  Its base has it, until
+# the last reference to that is gone.  Never copied.
 
 cdef struct reg_t:
     ucxm_registration_t pub   # first: what the backend sees
     md_t *md
-    uint32_t refs             # the base, and who is making it
     uint32_t inflight         # transfers that use the local key
     bint held                 # the native registration exists
     PyObject *owner           # keeps plain addresses alive
@@ -38,17 +38,20 @@ cdef reg_t *reg_alloc(md_t *md) noexcept nogil:
         return NULL
     reg.pub.priv = <char *>reg + align16(sizeof(reg_t))
     reg.pub.dmabuf_fd = -1
-    reg.refs = 1
     reg.md = md
     return reg
 
 
+cdef inline bint reg_native(const reg_t *reg) noexcept nogil:
+    """Is there anything for the device to hold?  Not of an empty region."""
+    return reg.pub.length != 0 or reg.pub.adopt != NULL
+
+
 cdef ucxm_status_t reg_hold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
-    """Register with the device; an empty region holds nothing."""
+    """Register with the device."""
     cdef ucxm_status_t status
-    if reg.pub.length == 0 and reg.pub.adopt == NULL:
+    if not reg_native(reg):
         return UCXM_OK
-    fetch_add64(&reg.md.counters.mem_reg, 1)
     status = reg.md.ops.mem_reg(reg.md.priv, &reg.pub, error)
     reg.held = status == UCXM_OK
     return status
@@ -58,7 +61,6 @@ cdef ucxm_status_t reg_unhold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
     """Deregister.  On failure nothing has changed."""
     cdef ucxm_status_t status
     if reg.held:
-        fetch_add64(&reg.md.counters.mem_dereg, 1)
         status = reg.md.ops.mem_dereg(reg.md.priv, &reg.pub, error)
         if status != UCXM_OK:
             return status
@@ -66,9 +68,7 @@ cdef ucxm_status_t reg_unhold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
     return UCXM_OK
 
 
-cdef void reg_put(reg_t *reg) noexcept nogil:
-    if sub32(&reg.refs, 1) != 0:
-        return
+cdef void reg_free(reg_t *reg) noexcept nogil:
     reg_release_memory(reg)
     mem_free(reg)
 

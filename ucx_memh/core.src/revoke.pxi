@@ -5,12 +5,13 @@
 # (AT_WORK) or the device (slot + 1, until device_done).  A failed destruction stays in REVOKING
 # with nobody at it: only a retry is legal.
 
-cdef enum:
-    AT_WORK = 0xffff
-
-cdef enum:
-    CLOSING = 1   # dereg, not only invalidate
-    ORPHAN = 2    # its user is gone but its keys would not go: the Md owns it
+cdef inline void revoke_take(ucxm_memh_t *memh, bint closing) noexcept nogil:
+    """From now on it is refused to others, and this thread is at it.  tree_lock is held."""
+    cdef books_t *books = books_of(memh)
+    if memh.id.state == UCXM_MEMH_LIVE:
+        store32(&memh.id.state, UCXM_MEMH_REVOKING)
+    store32(&books.pending, AT_WORK)
+    books.closing |= CLOSING if closing else 0
 
 
 cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
@@ -25,7 +26,7 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
         if pending != AT_WORK:
             break
         spin_unlock(&md.tree_lock)
-        sched_yield()  # the other thread is done after one device command
+        sched_yield()  # the other thread is done after one call of the backend
 
     state = memh.id.state
     if state == UCXM_MEMH_CLOSED:
@@ -42,17 +43,11 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
     elif not closing and state == UCXM_MEMH_REVOKED:
         status = UCXM_ERR_REVOKED
     else:
-        if state == UCXM_MEMH_LIVE:
-            store32_sc(&memh.id.state, UCXM_MEMH_REVOKING)
-        # A transfer counts itself first and looks at the state then; here it is the other way
-        # round, so one of the two sees the other.
-        if memh.id.parent == NULL and load32_sc(&reg_of(memh).inflight) != 0:
-            store32(&memh.id.state, state)
+        if memh.id.parent == NULL and load32(&reg_of(memh).inflight) != 0:
             error_text(error, "transfers that use it as local memory are under way")
             status = UCXM_ERR_BUSY
         else:
-            store32(&books.pending, AT_WORK)
-            books.closing |= CLOSING if closing else 0
+            revoke_take(memh, closing)
     spin_unlock(&md.tree_lock)
     return status
 
@@ -60,25 +55,24 @@ cdef ucxm_status_t revoke_begin(md_t *md, ucxm_memh_t *memh, bint closing,
 cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t status,
                                  ucxm_error_t *error) noexcept nogil:
     """The keys are gone (OK) or one resisted: settle the state."""
-    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
     cdef books_t *books = books_of(memh)
     cdef bint closing = books.closing & CLOSING
-    if status == UCXM_OK and closing and memh.id.parent == NULL:
+    cdef bint last = status == UCXM_OK and closing and memh.id.parent == NULL
+    cdef bint held = last and reg_of(memh).held
+    if held:
         status = reg_unhold(reg_of(memh), error)
     spin_lock(&md.tree_lock)
-    if status == UCXM_OK:
-        if memh.id.state == UCXM_MEMH_REVOKING:
-            bump64(&md.counters.revoke, memh.id.parent != NULL)
-            memh_unlink(md, memh)
-            if own.ep != NULL:
-                (<ep_t *>own.ep).bound -= 1
-        store32(&memh.id.state, UCXM_MEMH_CLOSED if closing else UCXM_MEMH_REVOKED)
+    bump64(&md.counters.mem_dereg, held)
+    if status == UCXM_OK and memh.id.state == UCXM_MEMH_REVOKING:
+        memh_settle(md, memh, closing)
+    elif status == UCXM_OK:
+        store32(&memh.id.state, UCXM_MEMH_CLOSED)
     books.closing &= ~<uint32_t>CLOSING
     books.failed = status  # before `pending`: who waits for that reads it
     store32(&books.pending, 0)
     spin_unlock(&md.tree_lock)
     # Only now: it takes the GIL, and one who has that may have waited for `pending`.
-    if status == UCXM_OK and closing and memh.id.parent == NULL:
+    if last and status == UCXM_OK:
         reg_release_memory(reg_of(memh))
     return status
 
@@ -124,28 +118,25 @@ cdef void orphan_reap(md_t *md, ucxm_memh_t *memh) noexcept nogil:
         memh_put(memh)
 
 
-cdef inline bint revoke_untouched(md_t *md, ucxm_memh_t *memh, bint closing) noexcept nogil:
-    """Most handles of a short life have no key: they go in one step, and no backend is asked.
-    False: this one takes the long way, which also finds out what is wrong."""
+cdef inline bint revoke_keyless(md_t *md, ucxm_memh_t *memh, bint closing) noexcept nogil:
+    """Most handles of a short life have no key of their own.  A derived one goes in this one step;
+    of a base only the registration is left, and this thread has taken it.  False: the handle takes
+    the long way, which also finds out what is wrong."""
     cdef books_t *books = books_of(memh)
-    cdef ucxm_memh_own_t *own = ucxm_memh_own(memh)
-    cdef bint done = False
-    if memh.id.parent == NULL or load32(&books.touched) != 0:
+    cdef bint keyless
+    if load32(&books.touched) != 0 or not (closing or memh.id.parent != NULL):
         return False
     spin_lock(&md.tree_lock)
-    if (memh.id.state == UCXM_MEMH_LIVE and books.children == NULL and
-            load32(&books.pending) == 0):
-        store32_sc(&memh.id.state, UCXM_MEMH_REVOKING)
-        # A pack that begins now finds it REVOKING; one that began before has touched it.
-        done = load32_sc(&books.touched) == 0
-    if done:
-        bump64(&md.counters.revoke, 1)
-        memh_unlink(md, memh)
-        if own.ep != NULL:
-            (<ep_t *>own.ep).bound -= 1
-        store32(&memh.id.state, UCXM_MEMH_CLOSED if closing else UCXM_MEMH_REVOKED)
+    keyless = (memh.id.state == UCXM_MEMH_LIVE and books.children == NULL and
+               load32(&books.pending) == 0 and load32(&books.touched) == 0)
+    if keyless and memh.id.parent != NULL:
+        memh_settle(md, memh, closing)
+    elif keyless:
+        keyless = load32(&reg_of(memh).inflight) == 0 and load32(&md.parked_count) == 0
+        if keyless:
+            revoke_take(memh, True)
     spin_unlock(&md.tree_lock)
-    return done
+    return keyless
 
 
 cdef ucxm_status_t revoke_start(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
@@ -157,11 +148,17 @@ cdef ucxm_status_t revoke_start(ucxm_memh_t *memh, bint closing, ucxm_completion
     cdef ucxm_status_t status
     if books_of(memh).epoch != fork_epoch:
         return UCXM_ERR_FORKED
-    if closing and load32(&memh.id.state) == UCXM_MEMH_CLOSED:
+    if load32(&memh.id.state) == UCXM_MEMH_CLOSED:  # the domain may be gone
+        if not closing:
+            return UCXM_ERR_CLOSED
         if comp != NULL:
             comp.func(comp, UCXM_OK)
         return UCXM_OK
-    if revoke_untouched(md, memh, closing):
+    if revoke_keyless(md, memh, closing):
+        if memh.id.parent == NULL:
+            status = revoke_finish(md, memh, UCXM_OK, error)
+            if status != UCXM_OK:
+                return status
         if comp != NULL:
             comp.func(comp, UCXM_OK)
         return UCXM_OK
@@ -225,20 +222,20 @@ cdef ucxm_memh_t *revoke_leaf(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     return leaf
 
 
-cdef void memh_drop(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:
-    """The user lets go of it, deregistered or not.
+cdef void memh_drop(void *thing) noexcept nogil:
+    """The user lets go of the handle, deregistered or not.
 
     What cannot be torn down now (the device refuses, or is still at it) becomes an orphan of the
     Md, which tries again when it is closed.
     """
+    cdef ucxm_memh_t *memh = <ucxm_memh_t *>thing
     cdef md_t *md = md_of(memh)
     cdef books_t *books = books_of(memh)
-    cdef ucxm_status_t status
     cdef bint orphan = False
-    if books_of(memh).epoch != fork_epoch:
+    if books.epoch != fork_epoch:
         return  # the parent's; nothing of it is freed here
-    status = revoke(memh, True, NULL, error)
-    if status != UCXM_OK:
+    if load32(&memh.id.state) != UCXM_MEMH_CLOSED and (
+            revoke(memh, True, NULL, NULL) != UCXM_OK):
         spin_lock(&md.tree_lock)
         orphan = memh.id.state == UCXM_MEMH_LIVE or memh.id.state == UCXM_MEMH_REVOKING
         if orphan:

@@ -9,15 +9,24 @@ cdef struct books_t:
     ucxm_memh_t *next
     ucxm_memh_t *prev
     const plan_t *plan       # which slots a packed key names, for each pack flag
-    uint64_t epoch           # fork generation
-    uint32_t refs
-    uint32_t live_children   # LIVE or REVOKING
+    uint32_t epoch           # fork generation
+    uint32_t component_id    # for what outlives its domain
+    uint32_t refs            # taken under the tree_lock, or by who is at work on it
+    uint32_t live_children   # LIVE or REVOKING; while there are any it cannot go
     void *packed[8]          # finished keys by pack flags
     ucxm_completion_t *user_done
-    uint32_t pending         # who is at its keys: 0 nobody, AT_WORK a thread, else slot + 1: device
-    uint32_t closing
+    uint32_t pending         # who is at it: 0 nobody, AT_WORK a thread, else slot + 1: the device
+    uint32_t closing         # CLOSING, ORPHAN, HOLDS_PARENT
     ucxm_status_t failed     # how the last destruction by the device ended
     uint32_t touched         # somebody has begun to make a key for it
+
+cdef enum:
+    AT_WORK = 0xffff
+
+cdef enum:
+    CLOSING = 1       # dereg, not only invalidate
+    ORPHAN = 2        # its user is gone but its keys would not go: the Md owns it
+    HOLDS_PARENT = 4  # it went while more than its user had it, and counts as one of its parent's
 
 cdef struct layout_t:
     size_t copy_offset  # of the inherited span, from the handle: what a clone copies

@@ -76,13 +76,18 @@ cdef void transfer_put(transfer_t *transfer) noexcept nogil:
 
 cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcept nogil:
     """Count the transfer as a user of the local handle's memory, or find it closed."""
-    cdef ucxm_status_t status
-    add32(&reg_of(memh).inflight, 1)
-    status = memh_check(memh)
+    cdef md_t *md = transfer.md
+    cdef ucxm_status_t status = memh_check(memh)
     if status != UCXM_OK:
-        sub32(&reg_of(memh).inflight, 1)
         return status
-    memh_get(memh)
+    spin_lock(&md.tree_lock)
+    status = memh_check(memh)
+    if status == UCXM_OK:
+        memh_get(memh)
+        add32(&reg_of(memh).inflight, 1)
+    spin_unlock(&md.tree_lock)
+    if status != UCXM_OK:
+        return status
     transfer.local = memh
     transfer.op.lkey = memh.inherited.lkey
     transfer.op.has_lkey = 1
@@ -91,7 +96,6 @@ cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcep
 
 cdef void transfer_unuse(transfer_t *transfer) noexcept nogil:
     """Let go of the rkey, the local memory, and a registration made for this transfer alone."""
-    cdef ucxm_error_t ignored
     cdef ucxm_memh_t *memh = transfer.local
     if transfer.op.rkey != NULL:
         rkey_put(<rkey_t *>transfer.op.rkey)
@@ -103,8 +107,7 @@ cdef void transfer_unuse(transfer_t *transfer) noexcept nogil:
     memh = transfer.borrowed
     if memh != NULL:
         transfer.borrowed = NULL
-        memset(&ignored, 0, sizeof(ignored))
-        memh_drop(memh, &ignored)
+        memh_drop(memh)
 
 
 cdef ucxm_status_t transfer_borrow(transfer_t *transfer, uint64_t rights,
@@ -116,7 +119,7 @@ cdef ucxm_status_t transfer_borrow(transfer_t *transfer, uint64_t rights,
         return UCXM_ERR_NO_MEMORY
     if transfer.md.attr.max_reg and transfer.op.length > transfer.md.attr.max_reg:
         error_text(error, "longer than what the domain registers at once: register it in parts")
-        reg_put(reg)
+        reg_free(reg)
         return UCXM_ERR_EXCEEDS_LIMIT
     reg.pub.address = <uint64_t>transfer.op.local
     reg.pub.length = transfer.op.length
