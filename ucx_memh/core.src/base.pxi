@@ -167,6 +167,20 @@ cdef inline void *alloc_zeroed(size_t size) noexcept nogil:
     return ptr
 
 
+cdef inline bint inside(uint64_t address, uint64_t length, uint64_t start,
+                        uint64_t size) noexcept nogil:
+    """Does address .. +length lie within start .. +size, none of which wraps around?"""
+    return address >= start and length <= size and address - start <= size - length
+
+
+cdef inline void error_clear(ucxm_error_t *error) noexcept nogil:
+    """Nothing is wrong yet, whatever it holds from an earlier call.  NULL: nobody asks."""
+    if error != NULL:
+        error.sys_errno = 0
+        error.syndrome = 0
+        error.text[0] = 0
+
+
 cdef void error_text(ucxm_error_t *error, const char *text) noexcept nogil:
     """Say why, unless somebody nearer to the cause has said it already."""
     cdef size_t n = 0

@@ -7,7 +7,7 @@ cdef ucxm_status_t ucxm_bundle_reg(ucxm_md_t *const *mds, size_t count, uint32_t
     cdef ucxm_status_t one, failed = UCXM_OK
     cdef ucxm_error_t why
     cdef size_t i, good = 0
-    say_nothing(error)
+    error_clear(error)
     for i in range(min(count, <size_t>UCXM_BUNDLE_MAX)):
         memhs[i] = NULL
     if count == 0 or count > UCXM_BUNDLE_MAX or policy > UCXM_BUNDLE_ALL:
@@ -23,7 +23,7 @@ cdef ucxm_status_t ucxm_bundle_reg(ucxm_md_t *const *mds, size_t count, uint32_t
             if error != NULL:
                 error[0] = why
     if failed == UCXM_OK or (policy == UCXM_BUNDLE_ANY and good != 0):
-        say_nothing(error)
+        error_clear(error)
         return UCXM_OK
     for i in range(count):
         ucxm_memh_release(memhs[i])
@@ -40,7 +40,7 @@ cdef ucxm_status_t ucxm_bundle_pack(ucxm_memh_t *const *memhs, size_t count, uin
     cdef size_t room = length[0]
     cdef size_t size = UCXM_BUNDLE_HEADER_SIZE
     cdef size_t i, parts = 0
-    say_nothing(error)
+    error_clear(error)
     length[0] = 0
     if count > UCXM_BUNDLE_MAX or flags & UCXM_PACK_RAW:
         return refuse(error, UCXM_ERR_INVALID_PARAM, "too many handles, or RAW keys")
@@ -112,7 +112,7 @@ cdef ucxm_status_t bundle_unpack_each(ucxm_md_t *const *mds, size_t count, const
     cdef size_t at = UCXM_BUNDLE_HEADER_SIZE
     cdef size_t total = 0, size = 0
     cdef size_t i, parts
-    say_nothing(error)
+    error_clear(error)
     for i in range(min(count, <size_t>UCXM_BUNDLE_MAX)):
         rkeys[i] = NULL
         each[i] = UCXM_ERR_UNREACHABLE  # the block has no part for it
@@ -152,7 +152,7 @@ cdef ucxm_status_t bundle_result(ucxm_rkey_t *const *rkeys, size_t count,
     cdef size_t i
     for i in range(count):
         if rkeys[i] != NULL:
-            say_nothing(error)
+            error_clear(error)
             return UCXM_OK
         if result == UCXM_ERR_UNREACHABLE:
             result = each[i]

@@ -5,14 +5,6 @@ cdef enum:
     SETTINGS_MAX = 64
 
 
-cdef inline void say_nothing(ucxm_error_t *error) noexcept nogil:
-    """What the caller's `error` holds from an earlier call must not be taken for ours."""
-    if error != NULL:
-        error.sys_errno = 0
-        error.syndrome = 0
-        error.text[0] = 0
-
-
 cdef ucxm_status_t answer(const void *source, size_t size, void *out,
                           size_t out_size) noexcept nogil:
     """Fill the caller's structure as far as he knows it."""
@@ -101,7 +93,7 @@ cdef void release_with_gil(md_t *md) noexcept with gil:
 
 cdef ucxm_status_t ucxm_md_open(const char *name, const ucxm_setting_t *settings, size_t count,
                                 ucxm_md_t **md, ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     md[0] = NULL
     if count > SETTINGS_MAX or (count != 0 and settings == NULL):
         return refuse(error, UCXM_ERR_INVALID_PARAM, "too many settings, or none where some are")
@@ -133,7 +125,7 @@ cdef ucxm_status_t ucxm_md_query(ucxm_md_t *handle, ucxm_md_info_t *out) noexcep
 
 cdef ucxm_status_t ucxm_md_close(ucxm_md_t *handle, uint32_t flags,
                                  ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     if flags & ~UCXM_CLOSE_FORCE:
         return refuse(error, UCXM_ERR_INVALID_PARAM, "unknown flags")
     return md_close(<md_t *>handle, (flags & UCXM_CLOSE_FORCE) != 0, UINT64_MAX, error)
@@ -152,13 +144,13 @@ cdef unsigned ucxm_md_progress(ucxm_md_t *md) noexcept nogil:
 
 cdef ucxm_status_t ucxm_md_event_fd(ucxm_md_t *handle, int *fd,
                                     ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     fd[0] = -1
     return md_event_fd(<md_t *>handle, fd, error)
 
 
 cdef ucxm_status_t ucxm_md_arm(ucxm_md_t *handle, ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     return md_arm(<md_t *>handle, error)
 
 
@@ -178,7 +170,7 @@ cdef ucxm_status_t ucxm_mem_reg(ucxm_md_t *handle, const ucxm_reg_params_t *para
     cdef md_t *md = <md_t *>handle
     cdef ucxm_status_t status
     cdef reg_t *reg
-    say_nothing(error)
+    error_clear(error)
     memh[0] = NULL
     if params.struct_size < sizeof(params[0]) or params.reserved != 0:
         return refuse(error, UCXM_ERR_INVALID_PARAM, "params: struct_size, or what must be 0")
@@ -211,7 +203,7 @@ cdef ucxm_status_t ucxm_mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_
                                    ucxm_error_t *error) noexcept nogil:
     cdef const ucxm_memh_own_t *own = ucxm_memh_own(parent)
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     memh[0] = NULL
     if length == UCXM_LENGTH_REST:
         length = own.length - offset if offset <= own.length else 0
@@ -291,7 +283,7 @@ cdef ucxm_status_t revoke_below(ucxm_memh_t *memh, ucxm_error_t *error) noexcept
 cdef ucxm_status_t ucxm_mem_invalidate(ucxm_memh_t *memh, uint32_t flags, ucxm_completion_t *comp,
                                        ucxm_error_t *error) noexcept nogil:
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     if flags & ~UCXM_CASCADE:
         return refuse(error, UCXM_ERR_INVALID_PARAM, "unknown flags")
     if flags & UCXM_CASCADE and memh.id.parent != NULL:  # a base is refused, with nothing changed
@@ -305,7 +297,7 @@ cdef ucxm_status_t ucxm_mem_invalidate(ucxm_memh_t *memh, uint32_t flags, ucxm_c
 cdef ucxm_status_t ucxm_mem_dereg(ucxm_memh_t *memh, uint32_t flags, ucxm_completion_t *comp,
                                   ucxm_error_t *error) noexcept nogil:
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     if flags & ~(UCXM_DEREG_INVALIDATE | UCXM_CASCADE):
         return refuse(error, UCXM_ERR_INVALID_PARAM, "unknown flags")
     if flags & UCXM_DEREG_INVALIDATE:
@@ -331,7 +323,7 @@ cdef ucxm_status_t ucxm_mkey_pack(ucxm_memh_t *memh, uint32_t flags, void *buffe
                                   ucxm_error_t *error) noexcept nogil:
     cdef packed_t *packed = NULL
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = mkey_pack(memh, flags, &packed, error)
     if status != UCXM_OK:
         length[0] = 0
@@ -343,7 +335,7 @@ cdef ucxm_status_t ucxm_revoke_notice(ucxm_memh_t *memh, void *buffer, size_t *l
                                       ucxm_error_t *error) noexcept nogil:
     cdef uint8_t notice[UCXM_KEY_HEADER_SIZE]
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = revoke_notice(memh, notice, error)
     if status != UCXM_OK:
         length[0] = 0
@@ -356,7 +348,7 @@ cdef ucxm_status_t ucxm_key_query(const void *key, size_t length, ucxm_key_info_
                                   ucxm_error_t *error) noexcept nogil:
     cdef size_t size = 0
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     memset(info, 0, sizeof(info[0]))
     if component != NULL:
         component[0] = 0
@@ -380,7 +372,7 @@ cdef ucxm_status_t ucxm_rkey_unpack(ucxm_md_t *md, const void *key, size_t lengt
     cdef size_t size = 0
     cdef rkey_t *rkey = NULL
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = rkey_unpack_hit(<md_t *>md, <const uint8_t *>key, length, &size, &rkey, error)
     if status == UCXM_OK and rkey == NULL:
         status = rkey_unpack_miss(<md_t *>md, <const uint8_t *>key, size, &rkey, error)
@@ -393,7 +385,7 @@ cdef ucxm_status_t ucxm_rkey_from_raw(ucxm_md_t *md, const void *raw, size_t len
                                       ucxm_error_t *error) noexcept nogil:
     cdef rkey_t *rkey = NULL
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = rkey_from_raw(<md_t *>md, <const uint8_t *>raw, length, address, size, &rkey, error)
     rkey_p[0] = &rkey.pub if rkey != NULL else NULL
     return status
@@ -410,7 +402,7 @@ cdef int ucxm_rkey_compare(const ucxm_rkey_t *one, const ucxm_rkey_t *other) noe
 
 cdef ucxm_status_t ucxm_rkey_ptr(ucxm_rkey_t *rkey, uint64_t address, void **ptr,
                                  ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     ptr[0] = NULL
     return rkey_ptr(<rkey_t *>rkey, address, ptr, error)
 
@@ -424,7 +416,7 @@ cdef ucxm_status_t ucxm_rkey_revoke(ucxm_md_t *md, const void *notice, size_t le
                                     uint32_t *count_p, ucxm_error_t *error) noexcept nogil:
     cdef uint32_t count = 0
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = rkey_revoke(<md_t *>md, <const uint8_t *>notice, length, &count, error)
     if count_p != NULL:
         count_p[0] = count
@@ -433,7 +425,7 @@ cdef ucxm_status_t ucxm_rkey_revoke(ucxm_md_t *md, const void *notice, size_t le
 
 cdef ucxm_status_t ucxm_peer_probe(ucxm_md_t *md, const void *key, size_t length,
                                    ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     return peer_probe(<md_t *>md, <const uint8_t *>key, length, error)
 
 
@@ -441,7 +433,7 @@ cdef ucxm_status_t ucxm_peer_evict(ucxm_md_t *handle, const ucxm_identity_t *pee
                                    ucxm_error_t *error) noexcept nogil:
     cdef md_t *md = <md_t *>handle
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = md_enter(md)
     if status == UCXM_OK:
         status = md.ops.peer_evict(md.priv, peer, error)
@@ -455,7 +447,7 @@ cdef ucxm_status_t ucxm_ep_create(ucxm_md_t *md, ucxm_ep_t **ep_p,
                                   ucxm_error_t *error) noexcept nogil:
     cdef ep_t *ep = NULL
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = ep_open(<md_t *>md, &ep, error)
     ep_p[0] = &ep.pub if ep != NULL else NULL
     return status
@@ -466,7 +458,7 @@ cdef ucxm_status_t ucxm_ep_address(ucxm_ep_t *ep, void *buffer, size_t *length,
     cdef uint8_t address[UCXM_ADDRESS_MAX]
     cdef size_t size = 0
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = ep_address(<ep_t *>ep, address, &size, error)
     if status != UCXM_OK:
         length[0] = 0
@@ -476,30 +468,25 @@ cdef ucxm_status_t ucxm_ep_address(ucxm_ep_t *ep, void *buffer, size_t *length,
 
 cdef ucxm_status_t ucxm_ep_connect(ucxm_ep_t *ep, const void *address, size_t length,
                                    ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     return ep_connect(<ep_t *>ep, <const uint8_t *>address, length, error)
 
 
 cdef ucxm_status_t ucxm_ep_reset(ucxm_ep_t *ep, ucxm_error_t *error) noexcept nogil:
-    say_nothing(error)
+    error_clear(error)
     return ep_reset(<ep_t *>ep, error)
 
 
 cdef ucxm_status_t ucxm_ep_state(ucxm_ep_t *handle, uint32_t *state) noexcept nogil:
-    cdef ep_t *ep = <ep_t *>handle
-    cdef ucxm_status_t status = ep_enter(ep)
     state[0] = UCXM_EP_IDLE
-    if status == UCXM_OK:
-        state[0] = ep.md.ep_ops.ep_state(ep.md.priv, &ep.pub)
-        ep_leave(ep)
-    return status
+    return ep_query(<ep_t *>handle, state)
 
 
 cdef ucxm_status_t ucxm_ep_close(ucxm_ep_t *handle, ucxm_error_t *error) noexcept nogil:
     cdef ep_t *ep = <ep_t *>handle
     cdef ucxm_status_t status = UCXM_OK
     cdef ucxm_memh_t *memh
-    say_nothing(error)
+    error_clear(error)
     while status == UCXM_OK and ep_check(ep) == UCXM_OK:
         memh = ep_bound_leaf(ep)
         if memh == NULL:
@@ -583,7 +570,7 @@ cdef ucxm_status_t ucxm_ep_post(ucxm_ep_t *handle, ucxm_transfer_t *user,
     cdef ep_t *ep = <ep_t *>handle
     cdef transfer_t *transfer = NULL
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = transfer_of(ep, user, &transfer, error)
     if status == UCXM_OK:
         status = transfer_send(ep, user, transfer, error)
@@ -596,7 +583,7 @@ cdef ucxm_status_t ucxm_ep_transfer(ucxm_ep_t *handle, ucxm_transfer_t *user,
     cdef ep_t *ep = <ep_t *>handle
     cdef transfer_t *transfer = NULL
     cdef ucxm_status_t status
-    say_nothing(error)
+    error_clear(error)
     status = transfer_of(ep, user, &transfer, error)
     if status != UCXM_OK:
         return status
@@ -606,7 +593,7 @@ cdef ucxm_status_t ucxm_ep_transfer(ucxm_ep_t *handle, ucxm_transfer_t *user,
             break
         if md_progress(ep.md) == 0:
             sched_yield()
-        say_nothing(error)
+        error_clear(error)
     while status == UCXM_OK and not load32(&transfer.done):
         transfer_wait(transfer, UINT64_MAX)
     if status == UCXM_OK:

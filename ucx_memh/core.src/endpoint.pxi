@@ -6,7 +6,7 @@ cdef struct ep_t:
     md_t *md
     ep_t *next
     ep_t *prev
-    uint32_t refs      # the user, the Md's list, handles bound to it, transfers
+    uint32_t refs      # the user, the Md's list, handles bound to it
     uint32_t closed
     uint32_t bound     # live handles whose keys only this endpoint may use
     uint32_t users     # threads inside the backend with it
@@ -21,10 +21,10 @@ cdef inline ucxm_status_t ep_check(ep_t *ep) noexcept nogil:
 
 
 cdef inline ucxm_status_t ep_enter(ep_t *ep) noexcept nogil:
-    """Keep the backend and its part of the endpoint alive for a call; ep_leave ends it."""
-    cdef ucxm_status_t status = md_enter(ep.md)
-    if status != UCXM_OK:
-        return status
+    """Keep the backend and its part of the endpoint alive for a call; ep_leave ends it.  The
+    domain is not closed before its endpoints are."""
+    if ep.md.epoch != fork_epoch:
+        return UCXM_ERR_FORKED
     add32(&ep.users, 1)
     if load32_sc(&ep.closed):
         ep_leave(ep)
@@ -34,7 +34,15 @@ cdef inline ucxm_status_t ep_enter(ep_t *ep) noexcept nogil:
 
 cdef inline void ep_leave(ep_t *ep) noexcept nogil:
     sub32(&ep.users, 1)
-    md_leave(ep.md)
+
+
+cdef ucxm_status_t ep_query(ep_t *ep, uint32_t *state) noexcept nogil:
+    """The endpoint's state; without the GIL, which the backend may want."""
+    cdef ucxm_status_t status = ep_enter(ep)
+    if status == UCXM_OK:
+        state[0] = ep.md.ep_ops.ep_state(ep.md.priv, &ep.pub)
+        ep_leave(ep)
+    return status
 
 
 cdef void ep_put(ep_t *ep) noexcept nogil:
@@ -46,7 +54,7 @@ cdef void ep_put(ep_t *ep) noexcept nogil:
         md_put(md)
     elif left == 1 and load32(&ep.orphan):
         # Only the Md's list has it, and the last handle bound to it is gone.
-        memset(&ignored, 0, sizeof(ignored))
+        error_clear(&ignored)
         ep_shut(ep, &ignored)
 
 
@@ -124,7 +132,7 @@ cdef ucxm_status_t ep_shut(ep_t *ep, ucxm_error_t *error) noexcept nogil:
 cdef void ep_drop(ep_t *ep) noexcept nogil:
     """Its user lets go of it, closed or not."""
     cdef ucxm_error_t ignored
-    memset(&ignored, 0, sizeof(ignored))
+    error_clear(&ignored)
     if ep_shut(ep, &ignored) != UCXM_OK:
         store32(&ep.orphan, 1)
     ep_put(ep)

@@ -1,15 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Endpoint and Operation.
 
-cdef ucxm_status_t ep_query(ep_t *ep, uint32_t *state) noexcept nogil:
-    """The endpoint's state; without the GIL, which the backend may want."""
-    cdef ucxm_status_t status = ep_enter(ep)
-    if status == UCXM_OK:
-        state[0] = ep.md.ep_ops.ep_state(ep.md.priv, &ep.pub)
-        ep_leave(ep)
-    return status
-
-
 cdef ep_t *ep_use(Endpoint self, str op) except NULL:
     cdef ep_t *ep = <ep_t *>self.ep
     cdef ucxm_status_t status = ep_check(ep)
@@ -84,9 +75,11 @@ cdef class Operation:
 
     def __dealloc__(self):
         cdef transfer_t *transfer = self.transfer
-        if transfer == NULL or transfer.md.epoch != fork_epoch:
+        cdef md_t *md = NULL if transfer == NULL else transfer.md
+        if md == NULL or md.epoch != fork_epoch:
             return
-        md_drop(transfer.md, transfer, transfer_forget)
+        md_drop(md, transfer, transfer_forget)
+        md_put(md)
 
     def __repr__(self):
         return f"<Operation {self.op} {self.status.name}>"
@@ -151,58 +144,99 @@ cdef object operation_failure(Operation self, ucxm_status_t status):
     return failure(status, self.op, transfer.md, &transfer.op.error, context)
 
 
-cdef Operation transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey_object,
-                              object remote_address, object local, uint64_t operand,
-                              uint64_t compare, str op):
-    """Check, fill and post one operation."""
-    cdef ep_t *ep = ep_use(self, op)
-    cdef rkey_t *rkey
-    cdef uint64_t address = as_u64(remote_address, "remote_address", op)
-    cdef transfer_t *transfer
+cdef int transfer_fill(transfer_t *transfer, ep_t *ep, rkey_t *rkey, ucxm_op_kind_t kind,
+                       uint64_t address, object local, str op) except -1:
+    """Local and remote side, checked."""
     cdef ucxm_error_t error
     cdef ucxm_status_t status
-    cdef uint64_t deadline
-    cdef Operation operation
-    if rkey_object is None:
-        raise _errors.InvalidParamError("rkey must be an Rkey, not None", op=op)
-    rkey = rkey_use(rkey_object, op)
-    memset(&error, 0, sizeof(error))
-    transfer = transfer_alloc(ep.md)
-    if transfer == NULL:
-        raise _errors.NoMemoryError(op=op)
-    operation = Operation.__new__(Operation)
-    operation.transfer = transfer
-    operation.endpoint = self
-    operation.rkey = rkey_object
-    operation.op = op
     rkey_get(rkey)  # the user may close it in another thread meanwhile
     transfer.op.rkey = &rkey.pub
     transfer.op.kind = kind
     transfer.op.remote_address = address
-    transfer.op.operand = operand
-    transfer.op.compare = compare
     if kind <= UCXM_OP_PUT:
         transfer_local(transfer, local, kind == UCXM_OP_GET, op)
     else:
         transfer.op.length = 8
-    operation.length = transfer.op.length
-    operation.address = address
+    error_clear(&error)
     status = transfer_check(ep, rkey, kind, address, transfer.op.length, &error)
-    if status == UCXM_OK:
-        with nogil:
-            status = transfer_post(transfer, ep, &error)
+    if status != UCXM_OK:
+        raise rkey_failure(status, op, rkey, &error, address, transfer.op.length)
+    return 0
+
+
+cdef int transfer_hand_over(transfer_t *transfer, ep_t *ep, str op) except -1:
+    """Post it; while the device has no room, progress, and look at signals."""
+    cdef ucxm_error_t error
+    cdef ucxm_status_t status
+    cdef uint64_t deadline
+    error_clear(&error)
+    with nogil:
+        status = transfer_post(transfer, ep, &error)
     while status == UCXM_ERR_NO_RESOURCE:
         with nogil:
             deadline = now_ns() + SLICE_NS
             while status == UCXM_ERR_NO_RESOURCE and now_ns() < deadline:
                 if md_progress(ep.md) == 0:
                     sched_yield()
-                memset(&error, 0, sizeof(error))
+                error_clear(&error)
                 status = transfer_post(transfer, ep, &error)
         PyErr_CheckSignals()
     if status != UCXM_OK:
-        raise rkey_failure(status, op, rkey, &error, address, transfer.op.length)
+        raise rkey_failure(status, op, <rkey_t *>transfer.op.rkey, &error,
+                           transfer.op.remote_address, transfer.op.length)
+    return 0
+
+
+cdef transfer_t *transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey, object remote_address,
+                                object local, uint64_t operand, uint64_t compare,
+                                str op) except NULL:
+    """Check, fill and post one operation."""
+    cdef ep_t *ep = ep_use(self, op)
+    cdef uint64_t address = as_u64(remote_address, "remote_address", op)
+    cdef transfer_t *transfer
+    if rkey is None:
+        raise _errors.InvalidParamError("rkey must be an Rkey, not None", op=op)
+    transfer = transfer_alloc(ep.md)
+    if transfer == NULL:
+        raise _errors.NoMemoryError(op=op)
+    transfer.op.operand = operand
+    transfer.op.compare = compare
+    try:
+        transfer_fill(transfer, ep, rkey_use(rkey, op), kind, address, local, op)
+        transfer_hand_over(transfer, ep, op)
+    except BaseException:
+        md_drop(ep.md, transfer, transfer_forget)
+        raise
+    return transfer
+
+
+cdef Operation operation_wrap(Endpoint self, Rkey rkey, transfer_t *transfer, str op):
+    """The object for what may still be under way; it takes the user's reference."""
+    cdef Operation operation
+    operation = Operation.__new__(Operation)
+    operation.transfer = transfer
+    md_get(transfer.md)  # the garbage collection may take the endpoint away first
+    operation.endpoint = self
+    operation.rkey = rkey
+    operation.op = op
+    operation.address = transfer.op.remote_address
+    operation.length = transfer.op.length
     return operation
+
+
+cdef object transfer_run(Endpoint self, ucxm_op_kind_t kind, Rkey rkey, object remote_address,
+                         object local, uint64_t operand, uint64_t compare, str op):
+    """Until it is done; most are when they have been posted, and need no object."""
+    cdef transfer_t *transfer = transfer_start(self, kind, rkey, remote_address, local, operand,
+                                               compare, op)
+    if not load32(&transfer.done) or transfer.status != UCXM_OK or transfer.md.attr.python:
+        return operation_wrap(self, rkey, transfer, op)._finish(None)
+    old = transfer.op.result if kind > UCXM_OP_PUT else None
+    if transfer.has_buffer:
+        transfer.has_buffer = False
+        PyBuffer_Release(&transfer.buffer)
+    transfer_forget(transfer)
+    return old
 
 
 @cython.final
@@ -251,7 +285,7 @@ cdef class Endpoint:
         cdef size_t length = 0
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         with nogil:
             status = ep_address(ep, address, &length, &error)
         if status != UCXM_OK:
@@ -270,7 +304,7 @@ cdef class Endpoint:
         cdef Py_buffer view
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         get_buffer(peer_address, &view, False, "connect")
         with nogil:
             status = ep_connect(ep, <const uint8_t *>view.buf, view.len, &error)
@@ -315,7 +349,7 @@ cdef class Endpoint:
         cdef ep_t *ep = ep_use(self, "reset")
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         with nogil:
             status = ep_reset(ep, &error)
         if status != UCXM_OK:
@@ -329,7 +363,7 @@ cdef class Endpoint:
         cdef ucxm_memh_t *memh
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         while ep_check(ep) == UCXM_OK:
             memh = ep_bound_leaf(ep)
             if memh == NULL:
@@ -356,39 +390,45 @@ cdef class Endpoint:
         PeerGoneError, DeviceError, whose context says how many bytes were done.  Releases the
         GIL; a signal's exception leaves the operation under way, with its buffer held.
         """
-        transfer_start(self, UCXM_OP_GET, rkey, remote_address, into, 0, 0, "get")._finish(None)
+        transfer_run(self, UCXM_OP_GET, rkey, remote_address, into, 0, 0, "get")
 
     def put(self, Rkey rkey, remote_address, data):
         """Write a buffer or a Memh to remote memory; returns when it has been placed.
 
         Errors as for get.  A refused or interrupted put may have written a prefix.
         """
-        transfer_start(self, UCXM_OP_PUT, rkey, remote_address, data, 0, 0, "put")._finish(None)
+        transfer_run(self, UCXM_OP_PUT, rkey, remote_address, data, 0, 0, "put")
 
     def fetch_add(self, Rkey rkey, remote_address, value):
         """Add to a 64-bit word, aligned to 8 bytes; returns the word as it was."""
-        return (<Operation>self.fetch_add_nb(rkey, remote_address, value))._finish(None)
+        return transfer_run(self, UCXM_OP_FETCH_ADD, rkey, remote_address, None,
+                            as_u64(value, "value", "fetch_add"), 0, "fetch_add")
 
     def compare_swap(self, Rkey rkey, remote_address, expect, value):
         """Store `value` in a 64-bit word if it holds `expect`; returns the word as it was."""
-        return (<Operation>self.compare_swap_nb(rkey, remote_address, expect,
-                                                value))._finish(None)
+        return transfer_run(self, UCXM_OP_COMPARE_SWAP, rkey, remote_address, None,
+                            as_u64(value, "value", "compare_swap"),
+                            as_u64(expect, "expect", "compare_swap"), "compare_swap")
 
     def get_nb(self, Rkey rkey, remote_address, into):
         """Like get, but returns an Operation."""
-        return transfer_start(self, UCXM_OP_GET, rkey, remote_address, into, 0, 0, "get")
+        return operation_wrap(self, rkey, transfer_start(
+            self, UCXM_OP_GET, rkey, remote_address, into, 0, 0, "get"), "get")
 
     def put_nb(self, Rkey rkey, remote_address, data):
         """Like put, but returns an Operation; `data` must not change until it is done."""
-        return transfer_start(self, UCXM_OP_PUT, rkey, remote_address, data, 0, 0, "put")
+        return operation_wrap(self, rkey, transfer_start(
+            self, UCXM_OP_PUT, rkey, remote_address, data, 0, 0, "put"), "put")
 
     def fetch_add_nb(self, Rkey rkey, remote_address, value):
         """Like fetch_add, but returns an Operation."""
-        return transfer_start(self, UCXM_OP_FETCH_ADD, rkey, remote_address, None,
-                              as_u64(value, "value", "fetch_add"), 0, "fetch_add")
+        return operation_wrap(self, rkey, transfer_start(
+            self, UCXM_OP_FETCH_ADD, rkey, remote_address, None,
+            as_u64(value, "value", "fetch_add"), 0, "fetch_add"), "fetch_add")
 
     def compare_swap_nb(self, Rkey rkey, remote_address, expect, value):
         """Like compare_swap, but returns an Operation."""
-        return transfer_start(self, UCXM_OP_COMPARE_SWAP, rkey, remote_address, None,
-                              as_u64(value, "value", "compare_swap"),
-                              as_u64(expect, "expect", "compare_swap"), "compare_swap")
+        return operation_wrap(self, rkey, transfer_start(
+            self, UCXM_OP_COMPARE_SWAP, rkey, remote_address, None,
+            as_u64(value, "value", "compare_swap"), as_u64(expect, "expect", "compare_swap"),
+            "compare_swap"), "compare_swap")

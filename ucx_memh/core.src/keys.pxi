@@ -161,7 +161,7 @@ cdef ucxm_status_t key_make(md_t *md, ucxm_memh_t *memh, ucxm_key_slot_t *slot, 
     cdef ucxm_status_t status = quarantine_prepare(&md.quarantine)
     if status != UCXM_OK:
         return status
-    memset(&ignored, 0, sizeof(ignored))
+    error_clear(&ignored)
     parked_flush(md, NULL, &ignored)
     placeholders_expire(md, &ignored)
     for tries in range(1, PARKED_MAX * SAME_INDEX + 1):

@@ -14,10 +14,13 @@ cdef md_t *md_use(Md self, str op) except NULL:
     return md
 
 
+cdef object ZERO = 0  # CPython has one of it: a default argument is known by being it
+
+
 cdef int reg_check_or_raise(md_t *md, reg_t *reg, bint writable, str op) except -1:
     cdef ucxm_error_t error
     cdef ucxm_status_t status
-    memset(&error, 0, sizeof(error))
+    error_clear(&error)
     status = reg_check(md, reg, writable, &error)
     if status != UCXM_OK:
         raise failure(status, op, md, &error,
@@ -32,15 +35,16 @@ cdef Memh base_wrap(Md self, reg_t *reg, str op):
     cdef ucxm_error_t error
     cdef ucxm_status_t status
     cdef Memh base
-    memset(&error, 0, sizeof(error))
-    context = {"address": reg.pub.address, "length": reg.pub.length}
+    cdef uint64_t address = reg.pub.address
+    cdef uint64_t length = reg.pub.length
+    error_clear(&error)
     if md.attr.fast_reg:
         status = mem_reg(md, reg, &memh, &error)
     else:
         with nogil:
             status = mem_reg(md, reg, &memh, &error)
     if status != UCXM_OK:
-        raise failure(status, op, md, &error, context)
+        raise failure(status, op, md, &error, {"address": address, "length": length})
     base = Memh.__new__(Memh)
     base.memh = memh
     base.md = self
@@ -115,7 +119,7 @@ cdef class Md:
         cdef ucxm_status_t status
         if md == NULL or md.epoch != fork_epoch:
             return
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         with nogil:
             # What resists now, or takes too long, stays, whole, until the process ends.
             status = md_close(md, True, now_ns() + DEALLOC_NS, &error)
@@ -205,8 +209,11 @@ cdef class Md:
                 Py_INCREF(owner)
                 reg.owner = <PyObject *>owner
             reg_rights(reg, asked, flags is None, writable)
-            reg.pub.mem_type = <uint32_t>min(as_u64(mem_type, "mem_type", "mem_reg"), 0xffffffff)
-            reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
+            if mem_type is not ZERO:
+                number = as_u64(mem_type, "mem_type", "mem_reg")
+                reg.pub.mem_type = <uint32_t>number if number <= 0xffffffff else <uint32_t>-1
+            if dmabuf_offset is not ZERO:
+                reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
             if dmabuf_fd is not None:
                 number = as_u64(dmabuf_fd, "dmabuf_fd", "mem_reg")
                 if number > 0x7fffffff:
@@ -277,7 +284,7 @@ cdef class Md:
         cdef ucxm_status_t status
         cdef rkey_t *rkey = NULL
         cdef size_t size = 0
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         get_buffer(key, &view, False, "rkey_unpack")
         status = rkey_unpack_hit(md, <const uint8_t *>view.buf, view.len, &size, &rkey, &error)
         if status == UCXM_OK and rkey == NULL:
@@ -307,7 +314,7 @@ cdef class Md:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         cdef rkey_t *rkey = NULL
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         get_buffer(raw, &view, False, "rkey_from_raw")
         with nogil:
             status = rkey_from_raw(md, <const uint8_t *>view.buf, view.len, start, size, &rkey,
@@ -329,7 +336,7 @@ cdef class Md:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         cdef uint32_t count = 0
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         get_buffer(notice, &view, False, "rkey_revoke")
         status = rkey_revoke(md, <const uint8_t *>view.buf, view.len, &count, &error)
         PyBuffer_Release(&view)
@@ -344,7 +351,7 @@ cdef class Md:
         cdef ucxm_status_t status
         cdef ep_t *ep = NULL
         cdef Endpoint endpoint
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         with nogil:
             status = ep_open(md, &ep, &error)
         if status != UCXM_OK:
@@ -372,7 +379,7 @@ cdef class Md:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         cdef int fd = -1
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         with nogil:  # here and below: a backend may be written in Python, and want the GIL
             status = md_event_fd(md, &fd, &error)
         if status != UCXM_OK:
@@ -387,7 +394,7 @@ cdef class Md:
         cdef md_t *md = md_use(self, "arm")
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         with nogil:
             status = md_arm(md, &error)
         if status == UCXM_ERR_BUSY:
@@ -468,7 +475,7 @@ cdef class Md:
         cdef Py_buffer view
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         get_buffer(key, &view, False, "peer_probe")
         with nogil:
             status = peer_probe(md, <const uint8_t *>view.buf, view.len, &error)
@@ -492,7 +499,7 @@ cdef class Md:
         if not fits:
             raise _errors.InvalidParamError(f"an identity has {sizeof(peer)} bytes",
                                             op="peer_evict", component=md_component(md))
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         with nogil:
             status = md_enter(md)
             if status == UCXM_OK:
@@ -511,7 +518,7 @@ cdef class Md:
         cdef bint forced = bool(force)
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         while True:
             with nogil:
                 status = md_close(md, forced, now_ns() + SLICE_NS, &error)

@@ -12,7 +12,7 @@ cdef packed_t *memh_pack(Memh self, object flags) except NULL:
         packed = pack_cached(memh, <uint32_t>wanted)
         if packed != NULL:
             return packed
-    memset(&error, 0, sizeof(error))
+    error_clear(&error)
     if wanted > 0xffffffff:
         error_text(&error, "unknown pack flags")
         status = UCXM_ERR_INVALID_PARAM
@@ -187,7 +187,7 @@ cdef class Memh:
         cdef ucxm_error_t error
         cdef ucxm_status_t status
         cdef Memh derived
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         if length is not None:
             size = as_u64(length, "length", "derive")
         else:
@@ -273,7 +273,7 @@ cdef class Memh:
         """
         cdef ucxm_error_t error
         cdef ucxm_status_t status = UCXM_OK
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         if invalidate:
             status = dereg_check(self.memh, &error)
         if status != UCXM_OK:
@@ -291,7 +291,7 @@ cdef class Memh:
         cdef uint8_t notice[UCXM_KEY_HEADER_SIZE]
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         status = revoke_notice(self.memh, notice, &error)
         if status != UCXM_OK:
             raise memh_failure(status, "revoke_notice", self.memh, &error)

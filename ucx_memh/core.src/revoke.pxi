@@ -84,7 +84,7 @@ cdef void revoke_device_done(ucxm_completion_t *self, ucxm_status_t status) noex
     cdef md_t *md = md_of(memh)
     cdef ucxm_completion_t *user_done
     cdef ucxm_error_t error
-    memset(&error, 0, sizeof(error))
+    error_clear(&error)
     pthread_mutex_lock(&md.key_lock)
     if status == UCXM_OK:
         key_gone(md, &ucxm_memh_own(memh).slot[books.pending - 1])

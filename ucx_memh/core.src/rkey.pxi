@@ -75,16 +75,16 @@ cdef void rkey_put(rkey_t *rkey) noexcept nogil:
     cdef spin_t *lock = NULL
     cdef rkey_t **head
     cdef bint entered
+    cdef uint32_t refs
     if md.epoch != fork_epoch:
         return  # the parent's; nothing of it is freed here
+    refs = load32(&rkey.refs)
+    while refs > 1:
+        if cas32(&rkey.refs, refs, refs - 1):
+            return
+        refs = load32(&rkey.refs)
     # The count falls to zero under the lock under which a hit raises it.
     head = rkey_home(md, rkey, &lock)
-    spin_lock(lock)
-    if load32(&rkey.refs) != 1:
-        sub32(&rkey.refs, 1)
-        spin_unlock(lock)
-        return
-    spin_unlock(lock)
     # Inside, so that a close of the Md does not walk the lists at the same time.
     entered = md_enter(md) == UCXM_OK
     spin_lock(lock)

@@ -88,7 +88,7 @@ cdef class Rkey:
         cdef ucxm_status_t status
         if address is not None:
             at = as_u64(address, "address", "ptr")
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         rkey_get(rkey)  # the user may close it in another thread meanwhile
         with nogil:
             status = rkey_ptr(rkey, at, &pointer, &error)

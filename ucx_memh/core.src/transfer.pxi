@@ -49,13 +49,34 @@ cdef ucxm_memh_t *ep_bound_leaf(ep_t *ep) noexcept nogil:
 
 
 cdef transfer_t *transfer_alloc(md_t *md) noexcept nogil:
-    cdef transfer_t *transfer = <transfer_t *>alloc_zeroed(sizeof(transfer_t))
+    """One that its user alone has.  Field by field: most of it is room for an error."""
+    cdef transfer_t *transfer = <transfer_t *>mem_alloc(sizeof(transfer_t))
+    cdef ucxm_op_t *op
     if transfer == NULL:
         return NULL
-    md_get(md)  # the user may let go of all else first
     transfer.md = md
     transfer.refs = 1
-    transfer.op.complete = transfer_complete
+    transfer.done = 0
+    transfer.status = UCXM_INPROGRESS
+    transfer.local = NULL
+    transfer.borrowed = NULL
+    transfer.has_buffer = False
+    transfer.user = NULL
+    op = &transfer.op
+    op.lkey = 0
+    op.has_lkey = 0
+    op.remote_address = 0
+    op.local = NULL
+    op.length = 0
+    op.operand = 0
+    op.compare = 0
+    op.result = 0
+    op.bytes_done = 0
+    op.rkey = NULL
+    op.ep = NULL
+    error_clear(&op.error)
+    op.complete = transfer_complete
+    memset(op.scratch, 0, sizeof(op.scratch))
     return transfer
 
 
@@ -65,13 +86,12 @@ cdef void transfer_release_buffer(transfer_t *transfer) noexcept with gil:
 
 
 cdef void transfer_put(transfer_t *transfer) noexcept nogil:
-    cdef md_t *md = transfer.md
-    if sub32(&transfer.refs, 1) != 0:
+    # The only one who has it need not tell other processors.
+    if load32(&transfer.refs) != 1 and sub32(&transfer.refs, 1) != 0:
         return
     if transfer.has_buffer and python_lives():
         transfer_release_buffer(transfer)
     mem_free(transfer)
-    md_put(md)
 
 
 cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcept nogil:
@@ -152,26 +172,22 @@ cdef ucxm_status_t transfer_local_check(transfer_t *transfer, ucxm_memh_t *memh,
                                         ucxm_error_t *error) noexcept nogil:
     """Does the local handle cover what is moved, and allow it?"""
     cdef const ucxm_memh_own_t *own = ucxm_memh_own(memh)
-    cdef uint64_t at = <uint64_t>transfer.op.local
     if md_of(memh) != transfer.md:
         return refuse(error, UCXM_ERR_INVALID_PARAM, "a local handle of another domain")
     if not own.grant & (UCXM_MEM_ACCESS_LOCAL_WRITE if transfer.op.kind == UCXM_OP_GET
                         else UCXM_MEM_ACCESS_LOCAL_READ):
         return refuse(error, UCXM_ERR_ACCESS, "the local handle does not give this right")
-    if at < own.address or transfer.op.length > own.length or (
-            at - own.address > own.length - transfer.op.length):
+    if not inside(<uint64_t>transfer.op.local, transfer.op.length, own.address, own.length):
         return refuse(error, UCXM_ERR_RANGE, "outside the local handle's range")
     return UCXM_OK
 
 
 cdef void transfer_complete(ucxm_op_t *op, ucxm_status_t status) noexcept nogil:
     cdef transfer_t *transfer = <transfer_t *>op
-    cdef ep_t *ep = <ep_t *>op.ep
     transfer_unuse(transfer)
     transfer.status = status
     store32(&transfer.done, 1)
     transfer_tell(transfer)
-    ep_put(ep)
     transfer_put(transfer)
 
 
@@ -206,8 +222,7 @@ cdef ucxm_status_t transfer_check(ep_t *ep, rkey_t *rkey, ucxm_op_kind_t kind, u
         if address % 8:
             error_text(error, "atomics want an address aligned to 8 bytes")
             return UCXM_ERR_INVALID_PARAM
-    if address < rkey.pub.info.address or length > rkey.pub.info.length or (
-            address - rkey.pub.info.address > rkey.pub.info.length - length):
+    if not inside(address, length, rkey.pub.info.address, rkey.pub.info.length):
         error_text(error, "outside the key's range")
         return UCXM_ERR_RANGE
     if not rkey.pub.info.rights & right:
@@ -221,7 +236,8 @@ cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep,
     """Hand a checked and filled transfer to the device.
 
     OK: it has been taken, and may have completed.  An error: not taken; NO_RESOURCE wants progress
-    and another try.  An access of no bytes touches nothing and needs no device.
+    and another try.  An access of no bytes touches nothing and needs no device.  It does not hold
+    the endpoint: closing that completes it first, and completing it does not look at that.
     """
     cdef md_t *md = transfer.md
     cdef ucxm_status_t status = ep_enter(ep)
@@ -245,13 +261,11 @@ cdef ucxm_status_t transfer_post(transfer_t *transfer, ep_t *ep,
             if transfer.op.kind == UCXM_OP_GET else UCXM_MEM_ACCESS_LOCAL_READ, error)
     if status == UCXM_OK and not transfer.done:
         transfer.op.ep = &ep.pub
-        add32(&ep.refs, 1)
-        add32(&transfer.refs, 1)
+        transfer.refs = 2  # nobody but the user knew it so far; the device comes in
         fetch_add64(&md.counters.transfers, 1)
         status = md.ep_ops.ep_post(md.priv, &ep.pub, &transfer.op, error)
         if status != UCXM_OK:
-            sub32(&transfer.refs, 1)
-            ep_put(ep)
+            transfer.refs = 1
     ep_leave(ep)
     return status
 
@@ -274,7 +288,7 @@ cdef void transfer_wait(transfer_t *transfer, uint64_t until) noexcept nogil:
             continue
         if md_enter(md) != UCXM_OK:
             return
-        memset(&error, 0, sizeof(error))
+        error_clear(&error)
         event.fd = -1
         event.events = POLLIN
         event.revents = 0

@@ -150,7 +150,7 @@ static inline uint64_t cma_window(const cma_cursor_t *c, uint64_t max, struct io
  * on from where the kernel stopped until everything is moved or a call moves
  * nothing.  No bytes: no system call.
  */
-static inline int cma_move(cma_move_t *m)
+static inline int cma_move_all(cma_move_t *m)
 {
     struct iovec local[CMA_WINDOW], remote[CMA_WINDOW];
     cma_cursor_t l = {m->local, m->local_count, 0}, r = {m->remote, m->remote_count, 0};
@@ -159,11 +159,8 @@ static inline int cma_move(cma_move_t *m)
     size_t nl, nr;
     ssize_t n;
 
-    m->done = 0;
-    m->calls = 0;
-    m->stopped = 0;
-    cma_skip(&l, 0);
-    cma_skip(&r, 0);
+    cma_skip(&l, m->done);
+    cma_skip(&r, m->done);
     while (l.left && r.left) {
         lmax = cma_window(&l, max, local, &nl);
         rmax = cma_window(&r, max, remote, &nr);
@@ -186,6 +183,41 @@ static inline int cma_move(cma_move_t *m)
         cma_skip(&r, (uint64_t)n);
     }
     return 0;
+}
+
+static inline int cma_move(cma_move_t *m)
+{
+    const cma_vec_t *l = m->local, *r = m->remote;
+    struct iovec local, remote;
+    ssize_t n;
+
+    m->done = 0;
+    m->calls = 0;
+    m->stopped = 0;
+    /* Most moves are one element each and one call, and need no windows. */
+    if (m->local_count == 1 && m->remote_count == 1 && l->length == r->length && l->length &&
+        l->length <= CMA_MAX_BYTES && !m->max_bytes) {
+        if (m->before && (m->stopped = m->before(m->arg)) != 0)
+            return ECANCELED;
+        local.iov_base = (void *)(uintptr_t)l->address;
+        remote.iov_base = (void *)(uintptr_t)r->address;
+        local.iov_len = remote.iov_len = l->length;
+        m->calls = 1;
+        if (m->write)
+            n = process_vm_writev(m->pid, &local, 1, &remote, 1, 0);
+        else
+            n = process_vm_readv(m->pid, &local, 1, &remote, 1, 0);
+        if (n == (ssize_t)l->length) {
+            m->done = l->length;
+            return 0;
+        }
+        if (n < 0 && errno != EINTR)
+            return errno;
+        if (n == 0 || (n > 0 && (uint64_t)n > l->length))
+            return EIO;
+        m->done = n > 0 ? (uint64_t)n : 0;
+    }
+    return cma_move_all(m);
 }
 
 /* Can one byte be read there?  0 or an errno. */
