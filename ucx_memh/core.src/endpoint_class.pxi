@@ -187,9 +187,9 @@ cdef int transfer_hand_over(transfer_t *transfer, ep_t *ep, str op) except -1:
     return 0
 
 
-cdef transfer_t *transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey, object remote_address,
-                                object local, uint64_t operand, uint64_t compare,
-                                str op) except NULL:
+cdef transfer_t *transfer_start(Endpoint self, ucxm_op_kind_t kind, Rkey rkey,
+                                object remote_address, object local, uint64_t operand,
+                                uint64_t compare, str op) except NULL:
     """Check, fill and post one operation."""
     cdef ep_t *ep = ep_use(self, op)
     cdef uint64_t address = as_u64(remote_address, "remote_address", op)
