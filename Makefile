@@ -17,7 +17,7 @@ SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/te
 MODULES := ucx_memh $(addprefix ucx_memh.,bundle capi config core errors flags hookspecs plugins \
              python_backend resources testing)
 
-.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench bench-report lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -28,7 +28,8 @@ $(TOOLS): pyproject.toml tools/bootstrap.sh
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PY) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb")); \
 	    print(*project["build-system"]["requires"], *project["project"]["dependencies"], \
-	          *sum(project["project"]["optional-dependencies"].values(), []), sep="\n")' \
+	          *sum(map(project["project"]["optional-dependencies"].get, ["test", "lint"]), []), \
+	          sep="\n")' \
 	    > $(VENV)/requirements.txt
 	$(PIP) install -r $(VENV)/requirements.txt
 	touch $@
@@ -84,6 +85,16 @@ test-asan: build
 
 bench: build
 	$(PY) -m pytest bench --benchmark-only $(ARGS)
+
+# docs/bench.*: what all costs here, as a page and pictures, by the extra `report`.
+bench-report: build $(VENV)/report.stamp
+	$(PY) -m bench.report $(ARGS)
+
+$(VENV)/report.stamp: $(TOOLS)
+	@$(PY) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	    print(*project["optional-dependencies"]["report"], sep="\n")' > $(VENV)/report.txt
+	$(PIP) install -r $(VENV)/report.txt
+	touch $@
 
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check --quiet --output-format concise .

@@ -4,12 +4,12 @@
 import pytest
 
 import ucx_memh as um
-from bench.sizes import KIB, LARGEST, name
+from bench.sizes import KIB, REGIONS, fitting, name
 
 pytestmark = pytest.mark.benchmark(group="invalidate")
 
 
-@pytest.mark.parametrize("length", [4 * KIB, LARGEST], ids=name)
+@pytest.mark.parametrize("length", fitting(REGIONS), ids=name)
 def bench_invalidate(measure, mlx5: um.Md, memory: memoryview, length: int) -> None:
     """Of a key that the device knows."""
     with mlx5.mem_reg(memory[:length], um.MemFlag.DERIVED_ONLY) as base:

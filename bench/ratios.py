@@ -58,17 +58,17 @@ def in_turns(one: Call, two: Call, seconds: float, least: int = 5) -> Row:
     ratios = [a / b for a, b in zip(first, second, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
-        "ns": [statistics.median(first), statistics.median(second)],
-        "least_ns": [min(first), min(second)],
-        "ratio": middle,
-        "quartiles": [low, high],
+        "ns": [round(statistics.median(times), 1) for times in (first, second)],
+        "least_ns": [round(min(times), 1) for times in (first, second)],
+        "ratio": round(middle, 4),
+        "quartiles": [round(low, 4), round(high, 4)],
         "rounds": rounds,
         "calls": counts,
     }
 
 
 def data_path(sizes: list[int], seconds: float) -> Iterator[Row]:
-    """get and put beside the system call: of cma, and of the software device."""
+    """get and put beside the system call: of cma, of the software device, and memcpy."""
     floor = bare.load()
     memory = memoryview(region(max(sizes)))
     with Owner(max(sizes)) as owner:
@@ -88,8 +88,19 @@ def data_path(sizes: list[int], seconds: float) -> Iterator[Row]:
                                 "floor": f"process_vm_{function.__name__}",
                                 "bytes": length,
                             } | in_turns(ours, theirs, seconds)
+                pid, address = link.pid, link.address
                 link.rkey.close()
                 link.ep.close()
+        source = memoryview(region(max(sizes)))
+        for length in sizes:
+            copy = floor.copy, (memory[:length], source[:length])
+            yield {
+                "what": "memcpy",
+                "component": None,
+                "software": None,
+                "floor": "process_vm_readv",
+                "bytes": length,
+            } | in_turns(copy, (floor.readv, (pid, address, memory[:length])), seconds)
 
 
 def revocation(sizes: list[int], seconds: float) -> Iterator[Row]:
@@ -111,7 +122,7 @@ def measure(quick: bool = False) -> list[Row]:
     """All of it; `quick` is for a test of this file."""
     if quick:
         return [*data_path([8, MIB], 0.01), *revocation([4096, MIB], 0.01)]
-    rows = list(data_path(fitting(TRANSFERS), 2.0))
+    rows = list(data_path(fitting(TRANSFERS), 1.5))
     return rows + list(revocation(fitting(REGIONS), 1.0))
 
 
@@ -119,7 +130,7 @@ def line(row: Row) -> str:
     ours, floor = row["ns"]
     against = row.get("floor", "derived key")
     return (
-        f"{row['component']:8}{row['what']:7}{text(row['bytes']):>8}"
+        f"{row['component'] or '':8}{row['what']:7}{text(row['bytes']):>8}"
         f"{ours:15,.0f} ns{floor:15,.0f} ns  {row['ratio']:8.3f} x {against}"
         f"  ({row['quartiles'][0]:.3f} .. {row['quartiles'][1]:.3f}, {row['rounds']} rounds)"
     )

@@ -5,7 +5,7 @@ import os
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
-REGIONS = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, GIB]
+REGIONS = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 512 * MIB, GIB]
 TRANSFERS = [8, 256, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, GIB]
 
 

@@ -272,7 +272,7 @@ ELSEWHERE = [
     "py" + "env",
     r"index[-_]" + "url",
     r"https?://[\w.]*" + r"(pypi|pythonhosted|debian\.org)",
-    r"\b(architecture|semantics|models|peers|user_reports|softmlx5_probe|rxe_lane)" + r"\.md\b",
+    r"\b(architecture|semantics|models|user_reports|softmlx5_probe|rxe_lane)" + r"\.md\b",
 ]
 
 
