@@ -430,6 +430,16 @@ cdef struct ib_ep_t:
     ucxm_op_t *feed        # posted in part; the rest follows from progress()
     ib_peer_t peer         # of the last connect()
 
+# A queue pair of a backend's own, connected to itself so that no peer can break it.  One thread at
+# a time: the backend sees to that.
+cdef struct ib_control_t:
+    uint32_t depth         # work requests under way
+    uint8_t ready
+    ibv_cq *cq
+    ibv_qp *qp
+    uint64_t last          # wr_id
+    uint64_t made          # how often it was brought up
+
 # The backend's part of a Registration ...
 cdef struct ib_reg_t:
     ibv_mr *mr
@@ -488,3 +498,14 @@ cdef ucxm_status_t ib_ep_work(ib_md_t *md, ucxm_ep_t *ep, ibv_send_wr *wr,
                               ucxm_error_t *error) noexcept nogil
 # Reads and forgets the device's events; of endpoints they are handled.
 cdef void ib_drop_events(ib_md_t *md) noexcept nogil
+
+# Makes the queue pair, or brings it back from its error state; a new one if it does not come back.
+# An errno.
+cdef int ib_control_up(ib_md_t *md, ib_control_t *control) noexcept nogil
+# Posts one request and waits for it.  An errno, or `wc` tells.
+cdef int ib_control_post(ib_md_t *md, ib_control_t *control, ibv_send_wr *wr,
+                         ibv_wc *wc) noexcept nogil
+# The completion of the last request; ETIMEDOUT: none comes.  What is not good ends the queue pair,
+# so it is to be made anew.
+cdef int ib_control_wait(ib_md_t *md, ib_control_t *control, ibv_wc *wc) noexcept nogil
+cdef void ib_control_clear(ib_md_t *md, ib_control_t *control) noexcept nogil

@@ -13,7 +13,7 @@ the Md's lock.  None is held while an operation's `complete` runs.
 from cpython.bytes cimport PyBytes_AS_STRING
 from libc.errno cimport (
     EACCES, EAGAIN, EBADF, EBUSY, EFAULT, EINVAL, ENODEV, ENOMEM, ENOSYS, EOPNOTSUPP, EPERM,
-    errno,
+    ETIMEDOUT, errno,
 )
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset, strcmp
@@ -125,4 +125,5 @@ include "verbs.src/work.pxi"
 include "verbs.src/completion.pxi"
 include "verbs.src/endpoint.pxi"
 include "verbs.src/ticket.pxi"
+include "verbs.src/control.pxi"
 include "verbs.src/tables.pxi"

@@ -19,26 +19,22 @@ from ucx_memh.core cimport md_bind
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE,
     UCXM_ERR_ACCESS, UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_MEMORY,
-    UCXM_ERR_UNSUPPORTED, UCXM_MD_FLAG_DERIVE_ENDPOINT,
-    UCXM_MD_FLAG_REG_DERIVED, UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET,
-    UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t,
-    ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t,
-    ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_registration_t, ucxm_status_t,
+    UCXM_ERR_UNSUPPORTED, UCXM_MD_FLAG_DERIVE_ENDPOINT, UCXM_MD_FLAG_REG_DERIVED,
+    UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT,
+    UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t, ucxm_enforcement_t, ucxm_ep_ops_t,
+    ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t,
+    ucxm_memh_t, ucxm_registration_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
-    IB_MW_BIND_ANY, IB_NO_KEY, IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND, IBV_ACCESS_REMOTE_ATOMIC,
-    IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, IBV_LINK_LAYER_ETHERNET, IBV_QP_ACCESS_FLAGS,
-    IBV_QP_AV, IBV_QP_DEST_QPN, IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_MAX_QP_RD_ATOMIC,
-    IBV_QP_MIN_RNR_TIMER, IBV_QP_PATH_MTU, IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_RETRY_CNT,
-    IBV_QP_RNR_RETRY, IBV_QP_RQ_PSN, IBV_QP_SQ_PSN, IBV_QP_STATE, IBV_QP_TIMEOUT, IBV_QPS_INIT,
-    IBV_QPS_RESET, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPT_RC, IBV_SEND_SIGNALED, IBV_WC_REM_ACCESS_ERR,
-    IBV_WC_SUCCESS, IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW,
-    IBV_WR_LOCAL_INV, IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, ib_coarse_ns, ib_config_t, ib_count,
-    ib_drop_events, ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status, ib_fail,
-    ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_mem_reg, ib_put32,
-    ib_put64, ib_random_psn, ib_reg_t, ib_stat, ibv_context, ibv_cq, ibv_device, ibv_device_attr,
-    ibv_mr, ibv_mw, ibv_mw_bind_info, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_qp, ibv_qp_attr,
-    ibv_qp_init_attr, ibv_send_wr, ibv_sge, ibv_wc, pthread_mutex_t, ucxm_verbs_t, verbs_table,
+    IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_READ,
+    IBV_ACCESS_REMOTE_WRITE, IBV_SEND_SIGNALED, IBV_WC_REM_ACCESS_ERR, IBV_WC_SUCCESS,
+    IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW, IBV_WR_LOCAL_INV,
+    IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, IB_MW_BIND_ANY, IB_NO_KEY, ib_config_t, ib_control_clear,
+    ib_control_post, ib_control_t, ib_control_up, ib_control_wait, ib_count, ib_drop_events,
+    ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status, ib_fail, ib_load64,
+    ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_mem_reg, ib_put32, ib_put64,
+    ib_reg_t, ib_stat, ibv_context, ibv_device, ibv_device_attr, ibv_mr, ibv_mw, ibv_mw_bind_info,
+    ibv_pd, ibv_qp, ibv_send_wr, ibv_sge, ibv_wc, pthread_mutex_t, ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status
@@ -70,12 +66,6 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t *mutex)
     int pthread_mutex_unlock(pthread_mutex_t *mutex)
 
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
-
-cdef extern from "<unistd.h>" nogil:
-    int usleep(unsigned int usec)
-
 cdef extern from "<stdio.h>" nogil:
     int snprintf(char *text, size_t size, const char *format, ...)
 
@@ -83,17 +73,7 @@ cdef enum:
     PACKED_SIZE = 16
     RAW_SIZE = 8
     CONTROL_DEPTH = 16
-    CONTROL_SECONDS = 10  # a device that binds no window for so long is given up
     LONG_WINDOW = 1 << 31  # some drivers bind none that is longer
-
-# The queue pair that windows of type 1 are bound over; it is connected to itself, so that no peer
-# can break it.
-cdef struct control_t:
-    ibv_cq *cq
-    ibv_qp *qp
-    uint8_t ready
-    uint64_t last          # wr_id
-    uint64_t made          # how often it was brought up
 
 cdef struct window_t:
     ibv_mw *mw
@@ -116,7 +96,7 @@ cdef struct check_t:
 cdef struct md_t:
     ib_md_t ib              # first: the shared operations take it
     pthread_mutex_t lock    # mem_adopt binds, too, and not under the core's key lock; guards ...
-    control_t control
+    ib_control_t control    # windows of type 1 are bound over it, and outlive it
     window_t *stuck         # windows of nobody that could not be freed yet
     check_t check
     unsigned caps           # IBV_DEVICE_*
@@ -126,7 +106,6 @@ cdef struct md_t:
     uint64_t bind_mw
     uint64_t local_inv
 
-include "window.src/control.pxi"
 include "window.src/bind.pxi"
 include "window.src/check.pxi"
 include "window.src/adopt.pxi"

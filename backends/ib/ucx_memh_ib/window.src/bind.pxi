@@ -74,7 +74,7 @@ cdef int bind_once(md_t *md, window_t *window, const ibv_mw_bind_info *info,
     """Over the control queue pair.  An errno, or `wc` tells.  The lock is held."""
     cdef ibv_mw_bind bind
     cdef uint32_t before = window.mw.rkey
-    cdef int failed = control_up(md)
+    cdef int failed = ib_control_up(&md.ib, &md.control)
     if failed:
         return failed
     memset(&bind, 0, sizeof(bind))
@@ -89,7 +89,7 @@ cdef int bind_once(md_t *md, window_t *window, const ibv_mw_bind_info *info,
     if failed:
         md.control.ready = 0
     else:
-        failed = control_wait(md, wc)
+        failed = ib_control_wait(&md.ib, &md.control, wc)
     if failed or wc.status != IBV_WC_SUCCESS:
         window.mw.rkey = before  # the library has gone on, the device has not
     return failed

@@ -30,7 +30,7 @@ cdef int check_access(md_t *md, scratch_t *scratch, int kind, uint64_t offset) n
     cdef ibv_sge sge
     cdef ibv_wc wc
     cdef bint moved
-    if control_up(md) != 0:
+    if ib_control_up(&md.ib, &md.control) != 0:
         return CHECK_UNCLEAR
     memset(&wr, 0, sizeof(wr))
     memset(&wc, 0, sizeof(wc))
@@ -50,7 +50,7 @@ cdef int check_access(md_t *md, scratch_t *scratch, int kind, uint64_t offset) n
         wr.opcode = IBV_WR_RDMA_READ if kind == CHECK_GET else IBV_WR_RDMA_WRITE
         wr.wr.rdma.remote_addr = <uint64_t>word
         wr.wr.rdma.rkey = scratch.rkey
-    if control_post(md, &wr, &wc) != 0:
+    if ib_control_post(&md.ib, &md.control, &wr, &wc) != 0:
         return CHECK_UNCLEAR
     moved = ib_load64(there) != (0x2222 if kind == CHECK_GET else 0x1111)
     if wc.status == IBV_WC_SUCCESS:
@@ -150,7 +150,7 @@ cdef void self_check(md_t *md) noexcept nogil:
     memset(scratch.page, 0, CHECK_PAGE)
     check_scratch(md, &scratch)
     scratch_drop(md, &scratch)
-    control_up(md)
+    ib_control_up(&md.ib, &md.control)
     # Of the control queue pair's refusals.  rxe makes no events of its own.
     ib_drop_events(&md.ib)
     md.ib.config.ask_state = md.ib.counts.async_events == 0

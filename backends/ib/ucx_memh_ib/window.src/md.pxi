@@ -4,7 +4,7 @@
 cdef void window_close(void *priv) noexcept nogil:
     cdef md_t *md = <md_t *>priv
     stuck_free(md)
-    control_clear(md)
+    ib_control_clear(&md.ib, &md.control)
     pthread_mutex_destroy(&md.lock)
     ib_md_clear(&md.ib)
     free(md)
@@ -53,6 +53,7 @@ cdef ucxm_status_t md_setup(md_t *md, ucxm_verbs_t *verbs, ibv_context *context,
     status = ib_md_init(&md.ib, verbs, context, pd, owns_context, config, error)
     if status != UCXM_OK:
         return status
+    md.control.depth = CONTROL_DEPTH
     md.ib.config.ask_state = 1
     md.ib.config.renew = 1
     if md.caps & IBV_DEVICE_MEM_WINDOW == 0:
