@@ -279,8 +279,7 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         const char *(*wc_status_str)(int status) noexcept nogil
 
 cdef extern from "ucx_memh_ib/verbs_util.h" nogil:
-    void ib_count(uint64_t *counter)
-    void ib_count_many(uint64_t *counter, uint64_t count)
+    void ib_count(uint64_t *counter, uint64_t by)
     uint64_t ib_load64(const uint64_t *value)
     void ib_store64(uint64_t *value, uint64_t to)
     uint32_t ib_load32(const uint32_t *value)
@@ -509,3 +508,18 @@ cdef int ib_control_post(ib_md_t *md, ib_control_t *control, ibv_send_wr *wr,
 # so it is to be made anew.
 cdef int ib_control_wait(ib_md_t *md, ib_control_t *control, ibv_wc *wc) noexcept nogil
 cdef void ib_control_clear(ib_md_t *md, ib_control_t *control) noexcept nogil
+
+# What a person may want to know: a line, cut off where the room ends (`size` is not 0).
+cdef struct ib_text_t:
+    char *at
+    size_t left
+
+cdef ib_text_t ib_text(char *at, size_t size) noexcept nogil
+cdef void ib_say(ib_text_t *text, const char *line) noexcept nogil
+# The registration of a base; what its direct key allows, and `atomics` if it allows them alone.
+cdef void ib_explain_region(const ucxm_memh_t *memh, ib_text_t *text) noexcept nogil
+cdef void ib_explain_direct(const ucxm_memh_t *memh, const char *atomics,
+                            ib_text_t *text) noexcept nogil
+cdef void ib_explain_fork(ib_text_t *text) noexcept nogil
+# Does it stand on a registration that is somebody else's?
+cdef bint ib_adopted(const ucxm_memh_t *memh) noexcept nogil

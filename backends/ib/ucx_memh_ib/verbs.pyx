@@ -28,6 +28,7 @@ from ucx_memh.libmemh cimport (
     UCXM_MD_FLAG_REG_DMABUF, UCXM_MEM_ACCESS_LOCAL_WRITE, UCXM_MEM_ACCESS_REMOTE_ATOMIC,
     UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_MEM_DERIVED_ONLY,
     UCXM_MEM_TYPE_CUDA, UCXM_MEM_TYPE_HOST, UCXM_OK, UCXM_OP_FETCH_ADD, UCXM_OP_GET, UCXM_OP_PUT,
+    ucxm_memh_own,
 )
 
 cdef extern from *:
@@ -126,4 +127,5 @@ include "verbs.src/completion.pxi"
 include "verbs.src/endpoint.pxi"
 include "verbs.src/ticket.pxi"
 include "verbs.src/control.pxi"
+include "verbs.src/explain.pxi"
 include "verbs.src/tables.pxi"

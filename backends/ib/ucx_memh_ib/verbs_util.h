@@ -29,14 +29,9 @@ ib_fail(ucxm_error_t *error, ucxm_status_t status, int sys_errno, const char *fo
     return status;
 }
 
-static inline void ib_count(uint64_t *counter)
+static inline void ib_count(uint64_t *counter, uint64_t by)
 {
-    __atomic_fetch_add(counter, 1, __ATOMIC_RELAXED);
-}
-
-static inline void ib_count_many(uint64_t *counter, uint64_t count)
-{
-    __atomic_fetch_add(counter, count, __ATOMIC_RELAXED);
+    __atomic_fetch_add(counter, by, __ATOMIC_RELAXED);
 }
 
 static inline uint64_t ib_load64(const uint64_t *value)

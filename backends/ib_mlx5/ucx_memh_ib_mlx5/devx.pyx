@@ -21,16 +21,16 @@ from ucx_memh.libmemh cimport (
     UCXM_KEY_DERIVED, UCXM_KEY_INDIRECT, UCXM_KEY_PLACEHOLDER, UCXM_MD_FLAG_DERIVE_ENDPOINT,
     UCXM_MD_FLAG_INVALIDATE, UCXM_MD_FLAG_INVALIDATE_AMO, UCXM_MD_FLAG_INVALIDATE_RMA,
     UCXM_MD_FLAG_REG_DERIVED, UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET,
-    UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_MEM_DERIVED_ONLY, UCXM_OK, ucxm_completion_t,
-    ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t,
-    ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_status_t,
+    UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_OK, ucxm_completion_t, ucxm_enforcement_t, ucxm_ep_ops_t,
+    ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t,
+    ucxm_memh_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
-    IB_NO_KEY, IBV_ACCESS_REMOTE_ATOMIC, ib_config_t, ib_count, ib_ep_ops, ib_ep_qpn,
-    ib_errno_status, ib_fail,
-    ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64,
-    ib_random_psn, ib_reg_t, ib_stat, ibv_context, ibv_device, ibv_pd, ucxm_library_load,
-    ucxm_library_t, ucxm_symbol_t, ucxm_verbs_t, verbs_table,
+    IB_NO_KEY, ib_adopted, ib_config_t, ib_count, ib_ep_ops, ib_ep_qpn, ib_errno_status,
+    ib_explain_direct, ib_explain_fork, ib_explain_region, ib_fail, ib_load64, ib_md_attr,
+    ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64, ib_random_psn, ib_say, ib_stat,
+    ib_text, ib_text_t, ibv_context, ibv_device, ibv_pd, ucxm_library_load, ucxm_library_t,
+    ucxm_symbol_t, ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status

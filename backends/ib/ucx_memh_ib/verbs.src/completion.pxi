@@ -19,7 +19,7 @@ cdef void wc_bad(ib_md_t *md, ib_wr_t *slot, const ibv_wc *wc) noexcept nogil:
     cdef ucxm_status_t status = wc_status(slot.ep, wc.status)
     if slot.ep.stopped and status == UCXM_ERR_IO_ERROR:
         status = UCXM_ERR_FLUSHED  # it was cut off in the middle, which a device may call anything
-    ib_count(&md.counts.error_completions)
+    ib_count(&md.counts.error_completions, 1)
     if op_failed(op, status):
         ib_fail(&op.error, status, 0, "%s", md.verbs.wc_status_str(wc.status))
         op.error.syndrome = wc.vendor_err
@@ -39,7 +39,7 @@ cdef void ticket_handle(ib_md_t *md, const ibv_wc *wc) noexcept nogil:
     if md.ticket.ep == NULL or md.ticket.number != wc.wr_id >> 32:
         return  # it was given up
     if wc.status != IBV_WC_SUCCESS:
-        ib_count(&md.counts.error_completions)
+        ib_count(&md.counts.error_completions, 1)
         ep_fail(md.ticket.ep)
     ticket_end(md, wc.status)
 
@@ -72,7 +72,7 @@ cdef int poll_batch(ib_md_t *md) noexcept nogil:
     cdef int i, count = ibv_poll_cq(md.cq, POLL_BATCH, wc)
     if count > 0:
         pthread_mutex_lock(&md.lock)
-        ib_count_many(&md.counts.completions, count)
+        ib_count(&md.counts.completions, count)
         for i in range(count):
             wc_handle(md, &wc[i])
         pthread_mutex_unlock(&md.lock)
@@ -122,7 +122,7 @@ cdef void async_handle(ib_md_t *md, const ibv_async_event *event) noexcept nogil
     cdef bint every = event.event_type in (IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL)
     cdef ib_ep_t *ep
     pthread_mutex_lock(&md.lock)
-    ib_count(&md.counts.async_events)
+    ib_count(&md.counts.async_events, 1)
     if every:
         md.lost = 1
     ep = md.eps

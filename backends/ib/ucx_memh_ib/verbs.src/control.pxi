@@ -7,7 +7,7 @@ cdef enum:
 
 cdef int control_modify(ib_md_t *md, ib_control_t *control, ibv_qp_attr *attr,
                         int mask) noexcept nogil:
-    ib_count(&md.counts.modify_qp)
+    ib_count(&md.counts.modify_qp, 1)
     return md.verbs.modify_qp(control.qp, attr, mask)
 
 
@@ -95,7 +95,7 @@ cdef int control_create(ib_md_t *md, ib_control_t *control) noexcept nogil:
     attr.cap.max_recv_wr = 1
     attr.cap.max_send_sge = 1
     attr.cap.max_recv_sge = 1
-    ib_count(&md.counts.create_qp)
+    ib_count(&md.counts.create_qp, 1)
     control.qp = md.verbs.create_qp(md.pd, &attr)
     return errno if control.qp == NULL else 0
 
@@ -103,7 +103,7 @@ cdef int control_create(ib_md_t *md, ib_control_t *control) noexcept nogil:
 cdef void control_drop(ib_md_t *md, ib_control_t *control) noexcept nogil:
     control.ready = 0
     if control.qp != NULL:
-        ib_count(&md.counts.destroy_qp)
+        ib_count(&md.counts.destroy_qp, 1)
         md.verbs.destroy_qp(control.qp)
         control.qp = NULL
 

@@ -13,7 +13,7 @@ cdef void ib_ep_windows(ucxm_ep_t *pub, int change) noexcept nogil:
 
 
 cdef int qp_modify(ib_ep_t *ep, ibv_qp_attr *attr, int mask) noexcept nogil:
-    ib_count(&ep.md.counts.modify_qp)
+    ib_count(&ep.md.counts.modify_qp, 1)
     return ep.md.verbs.modify_qp(ep.qp, attr, mask)
 
 
@@ -63,11 +63,11 @@ cdef ibv_qp *qp_create(ib_md_t *md, uint32_t *max_inline) noexcept nogil:
     attr.cap.max_send_sge = 1
     attr.cap.max_recv_sge = 1
     attr.cap.max_inline_data = INLINE_MAX
-    ib_count(&md.counts.create_qp)
+    ib_count(&md.counts.create_qp, 1)
     qp = md.verbs.create_qp(md.pd, &attr)
     if qp == NULL and errno == EINVAL:  # a device without inline data
         attr.cap.max_inline_data = 0
-        ib_count(&md.counts.create_qp)
+        ib_count(&md.counts.create_qp, 1)
         qp = md.verbs.create_qp(md.pd, &attr)
     max_inline[0] = attr.cap.max_inline_data
     return qp
@@ -193,7 +193,7 @@ cdef void ib_ep_destroy(void *priv, ucxm_ep_t *pub) noexcept nogil:
     cdef bint drained
     ep_stop(ep)
     drained = ep_drain(ep)
-    ib_count(&md.counts.destroy_qp)
+    ib_count(&md.counts.destroy_qp, 1)
     md.verbs.destroy_qp(ep.qp)  # no byte moves after this
     if not drained:
         ep_sweep(ep)
@@ -392,7 +392,7 @@ cdef int qp_forget(ib_ep_t *ep) noexcept nogil:
             ep.qp = fresh
             ep.qpn = fresh.qp_num
             pthread_mutex_unlock(&md.lock)
-            ib_count(&md.counts.destroy_qp)
+            ib_count(&md.counts.destroy_qp, 1)
             md.verbs.destroy_qp(old)
     return failed if failed else qp_init(ep)
 
@@ -429,7 +429,7 @@ cdef void qp_look(ib_ep_t *ep) noexcept nogil:
     cdef ibv_qp_init_attr init
     memset(&attr, 0, sizeof(attr))
     memset(&init, 0, sizeof(init))
-    ib_count(&ep.md.counts.query_qp)
+    ib_count(&ep.md.counts.query_qp, 1)
     if ep.md.verbs.query_qp(ep.qp, &attr, IBV_QP_STATE, &init) == 0 and (
             attr.qp_state == IBV_QPS_ERR):
         pthread_mutex_lock(&ep.md.lock)

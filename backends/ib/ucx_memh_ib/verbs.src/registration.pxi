@@ -30,12 +30,12 @@ cdef ibv_mr *mr_register(ib_md_t *md, ucxm_registration_t *reg, unsigned *access
     """The kernel pins for writing what windows may be bound to, whatever rights they will have.
     Read-only memory is registered without that: it has its direct key and no windows then."""
     cdef ibv_mr *mr
-    ib_count(&md.counts.reg_mr)
+    ib_count(&md.counts.reg_mr, 1)
     mr = md.verbs.reg_mr(md.pd, <void *>reg.address, reg.length, access[0])
     if mr == NULL and errno == EFAULT and access[0] & IBV_ACCESS_MW_BIND and not (
             access[0] & IBV_ACCESS_LOCAL_WRITE or reg.flags & UCXM_MEM_DERIVED_ONLY):
         access[0] &= ~<unsigned>IBV_ACCESS_MW_BIND
-        ib_count(&md.counts.reg_mr)
+        ib_count(&md.counts.reg_mr, 1)
         mr = md.verbs.reg_mr(md.pd, <void *>reg.address, reg.length, access[0])
     return mr
 
@@ -72,7 +72,7 @@ cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
     elif reg.dmabuf_fd >= 0:
         if not md.has_dmabuf:
             return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0, "no dmabuf registration here")
-        ib_count(&md.counts.reg_mr)
+        ib_count(&md.counts.reg_mr, 1)
         mine.mr = md.verbs.reg_dmabuf_mr(md.pd, reg.dmabuf_offset, reg.length, reg.address,
                                          reg.dmabuf_fd, access)
         if mine.mr == NULL:
@@ -95,7 +95,7 @@ cdef ucxm_status_t ib_mem_dereg(void *priv, ucxm_registration_t *reg,
     cdef ib_reg_t *mine = <ib_reg_t *>reg.priv
     cdef int failed
     if not mine.adopted:
-        ib_count(&md.counts.dereg_mr)
+        ib_count(&md.counts.dereg_mr, 1)
         failed = md.verbs.dereg_mr(mine.mr)
         if failed:
             # EINVAL is what rxe says while a window is bound to it.

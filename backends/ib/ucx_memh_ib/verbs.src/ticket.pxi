@@ -33,7 +33,7 @@ cdef ucxm_status_t ticket_post(ib_md_t *md, ib_ep_t *ep, ibv_send_wr *wr,
     cdef ucxm_status_t status = ticket_take(md, ep, wr, error)
     if status != UCXM_OK:
         return status
-    ib_count(&md.counts.post_send)
+    ib_count(&md.counts.post_send, 1)
     failed = ibv_post_send(ep.qp, wr, &bad)
     if failed == 0:
         return UCXM_OK

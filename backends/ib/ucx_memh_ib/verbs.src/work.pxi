@@ -9,7 +9,7 @@ cdef ucxm_status_t bounce_make(ib_md_t *md, ucxm_error_t *error) noexcept nogil:
     cdef ibv_mr *mr = NULL
     cdef uint32_t i
     if bytes != NULL and stack != NULL:
-        ib_count(&md.counts.reg_mr)
+        ib_count(&md.counts.reg_mr, 1)
         mr = md.verbs.reg_mr(md.pd, bytes, size, IBV_ACCESS_LOCAL_WRITE)
     if mr == NULL:
         free(bytes)
@@ -149,7 +149,7 @@ cdef ucxm_status_t part_post(ib_md_t *md, ib_ep_t *ep, ucxm_op_t *op,
     slot.length = length
     wr_fill(md, ep, op, slot, &wr, &sge)
     mine.posted += length
-    ib_count(&md.counts.post_send)
+    ib_count(&md.counts.post_send, 1)
     failed = ibv_post_send(ep.qp, &wr, &bad)
     if failed == 0:
         return UCXM_OK

@@ -24,7 +24,7 @@ cdef window_t *window_alloc(md_t *md, bint type1, ucxm_error_t *error,
     if window == NULL:
         status[0] = ib_fail(error, UCXM_ERR_NO_MEMORY, ENOMEM, "out of memory")
         return NULL
-    ib_count(&md.alloc_mw)
+    ib_count(&md.alloc_mw, 1)
     window.type1 = type1
     window.mw = ibv_alloc_mw(md.ib.pd, IBV_MW_TYPE_1 if type1 else IBV_MW_TYPE_2)
     if window.mw == NULL:
@@ -38,7 +38,7 @@ cdef window_t *window_alloc(md_t *md, bint type1, ucxm_error_t *error,
 cdef int window_dealloc(md_t *md, window_t *window) noexcept nogil:
     """Ends it in every state, bound or not, of whatever queue pair; then `window` is gone."""
     cdef int failed
-    ib_count(&md.dealloc_mw)
+    ib_count(&md.dealloc_mw, 1)
     failed = ibv_dealloc_mw(window.mw)
     if failed < 0:
         failed = errno
@@ -82,7 +82,7 @@ cdef int bind_once(md_t *md, window_t *window, const ibv_mw_bind_info *info,
     bind.wr_id = md.control.last
     bind.send_flags = IBV_SEND_SIGNALED
     bind.bind_info = info[0]
-    ib_count(&md.bind_mw)
+    ib_count(&md.bind_mw, 1)
     failed = ibv_bind_mw(md.control.qp, window.mw, &bind)
     if failed < 0:
         failed = errno
@@ -141,7 +141,7 @@ cdef ucxm_status_t bind_type2(md_t *md, window_t *window, ibv_mw_bind_info *info
     wr.bind_mw.mw = window.mw
     wr.bind_mw.rkey = ibv_inc_rkey(window.mw.rkey)
     wr.bind_mw.bind_info = info[0]
-    ib_count(&md.bind_mw)
+    ib_count(&md.bind_mw, 1)
     status = ib_ep_work(&md.ib, own.ep, &wr, error)
     if status == UCXM_OK:
         window.mw.rkey = wr.bind_mw.rkey
@@ -169,5 +169,5 @@ cdef void window_forget(md_t *md, window_t *window, const ucxm_memh_t *memh) noe
         wr.opcode = IBV_WR_LOCAL_INV
         wr.send_flags = IBV_SEND_SIGNALED
         wr.invalidate_rkey = window.mw.rkey
-        ib_count(&md.local_inv)
+        ib_count(&md.local_inv, 1)
         ib_ep_work(&md.ib, ucxm_memh_own(memh).ep, &wr, NULL)

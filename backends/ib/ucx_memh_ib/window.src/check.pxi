@@ -68,7 +68,7 @@ cdef ucxm_status_t scratch_make(md_t *md, scratch_t *scratch, ucxm_error_t *erro
     cdef ucxm_status_t status = UCXM_OK
     if md.check.atomic_right:
         access |= IBV_ACCESS_REMOTE_ATOMIC
-    ib_count(&md.ib.counts.reg_mr)
+    ib_count(&md.ib.counts.reg_mr, 1)
     scratch.mr = md.ib.verbs.reg_mr(md.ib.pd, scratch.page, CHECK_PAGE, access)
     if scratch.mr == NULL:
         return verb_failed(error, errno, "ibv_reg_mr")
@@ -92,7 +92,7 @@ cdef void scratch_drop(md_t *md, scratch_t *scratch) noexcept nogil:
         window_discard(md, scratch.window)
         scratch.window = NULL
     if scratch.mr != NULL:
-        ib_count(&md.ib.counts.dereg_mr)
+        ib_count(&md.ib.counts.dereg_mr, 1)
         md.ib.verbs.dereg_mr(scratch.mr)
         scratch.mr = NULL
 

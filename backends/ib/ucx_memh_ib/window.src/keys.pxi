@@ -5,10 +5,6 @@ cdef bint has_windows(const md_t *md) noexcept nogil:
     return md.caps & IBV_DEVICE_MEM_WINDOW and md.check.binds
 
 
-cdef bint adopted(const ucxm_memh_t *memh) noexcept nogil:
-    return ucxm_memh_own(memh).length != 0 and (<ib_reg_t *>memh.inherited.reg.priv).adopted
-
-
 cdef bint has_bound_windows(const md_t *md) noexcept nogil:
     """Those that one queue pair alone may use."""
     return has_windows(md) and (md.caps & IBV_DEVICE_MEM_WINDOW_TYPE_2B) != 0
@@ -114,7 +110,7 @@ cdef void window_mem_enforcement(void *priv, const ucxm_memh_t *memh,
     memset(enforcement.rights, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.rights))
     memset(enforcement.range, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.range))
     if not derived:
-        if adopted(memh):  # it may allow more than its adopter knows, and more than a key says
+        if ib_adopted(memh):  # it may allow more than its adopter knows, and more than a key says
             memset(enforcement.rights, UCXM_ENFORCE_COOPERATIVE, sizeof(enforcement.rights))
         return
     memset(enforcement.revoke, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.revoke))

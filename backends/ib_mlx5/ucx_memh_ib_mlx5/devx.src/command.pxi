@@ -42,7 +42,7 @@ cdef ucxm_status_t query_cap(md_t *md, unsigned type, uint8_t *out,
     memset(box, 0, sizeof(box))
     memset(out, 0, PRM_QUERY_HCA_CAP_OUT_SIZE)
     mlx5_query_cap_fill(box, type)
-    ib_count(&md.query_hca_cap)
+    ib_count(&md.query_hca_cap, 1)
     failed = md.mlx5.general_cmd(md.ib.context, box, sizeof(box), out, PRM_QUERY_HCA_CAP_OUT_SIZE)
     if failed:
         return refused(error, "QUERY_HCA_CAP", out, failed if failed > 0 else errno)
@@ -81,7 +81,7 @@ cdef ucxm_status_t create_mkey(md_t *md, const mlx5_mkey_t *mkey, ucxm_key_slot_
         memset(small, 0, sizeof(small))
     memset(out, 0, sizeof(out))
     mlx5_create_mkey_fill(box, mkey)
-    ib_count(&md.create_mkey)
+    ib_count(&md.create_mkey, 1)
     made = md.mlx5.obj_create(md.ib.context, box, size, out, sizeof(out))
     failed = errno
     if box != small:
@@ -103,7 +103,7 @@ cdef ucxm_status_t create_placeholder(md_t *md, ucxm_key_slot_t *slot,
     attr.pd = md.ib.pd
     attr.create_flags = MLX5DV_MKEY_INIT_ATTR_FLAGS_INDIRECT
     attr.max_entries = 1
-    ib_count(&md.create_mkey)
+    ib_count(&md.create_mkey, 1)
     made = md.mlx5.create_mkey(&attr)
     if made == NULL:
         return ib_fail(error, ib_errno_status(errno), errno,
@@ -118,7 +118,7 @@ cdef ucxm_status_t destroy_mkey(md_t *md, ucxm_key_slot_t *slot,
     """One DESTROY_MKEY.  The kernel keeps the object, and firmware's answer to itself, if it is
     refused."""
     cdef int failed
-    ib_count(&md.destroy_mkey)
+    ib_count(&md.destroy_mkey, 1)
     if slot.kind == UCXM_KEY_PLACEHOLDER:
         failed = md.mlx5.destroy_mkey(<mlx5dv_mkey *>slot.object)
     else:

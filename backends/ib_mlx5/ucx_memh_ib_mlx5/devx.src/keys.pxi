@@ -104,8 +104,7 @@ cdef void mlx5_mem_enforcement(void *priv, const ucxm_memh_t *memh,
         return
     memset(enforcement.rights, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.rights))
     memset(enforcement.range, UCXM_ENFORCE_ENFORCED, sizeof(enforcement.range))
-    if not derived and ucxm_memh_own(memh).length != 0 and (
-            <ib_reg_t *>memh.inherited.reg.priv).adopted:
+    if not derived and ib_adopted(memh):
         # It may allow more than its adopter knows, and more than a key says.
         memset(enforcement.rights, UCXM_ENFORCE_COOPERATIVE, sizeof(enforcement.rights))
     if derived:

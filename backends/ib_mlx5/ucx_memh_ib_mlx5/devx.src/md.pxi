@@ -45,7 +45,7 @@ cdef ucxm_status_t find_pdn(md_t *md, ucxm_error_t *error) noexcept nogil:
     memset(&pd, 0, sizeof(pd))
     query.pd.in_ = md.ib.pd
     query.pd.out = &pd
-    ib_count(&md.init_obj)
+    ib_count(&md.init_obj, 1)
     failed = md.mlx5.init_obj(&query, MLX5DV_OBJ_PD)
     if failed:
         return ib_fail(error, UCXM_ERR_IO_ERROR, failed, "mlx5dv_init_obj failed (errno %d)",
