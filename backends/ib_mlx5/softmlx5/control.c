@@ -74,7 +74,8 @@ static _Atomic bool faults_armed; /* keeps the lock off the command path in norm
 
 static const char *const fault_commands[] = {
     "create_mkey", "destroy_mkey", "query_mkey", "query_hca_cap", "reg_mr",   "dereg_mr",
-    "alloc_pd",    "create_cq",    "create_qp",  "modify_qp",     "umem_reg",
+    "alloc_pd",    "create_cq",    "create_qp",  "modify_qp",     "umem_reg", "bind_mw",
+    "local_inv",
 };
 
 static bool fault_set_key(struct fault *f, const char *key, const char *value)

@@ -521,6 +521,8 @@ void sm_cq_forget(struct sm_cq *cq, const struct sm_qp *qp);
 
 enum sm_wqe_state { SM_WQE_QUEUED, SM_WQE_RING, SM_WQE_DONE };
 
+enum { SM_NEVER = 255 };
+
 struct sm_wqe {
     uint64_t wr_id;
     uint64_t remote_addr, compare_add, swap;
@@ -534,6 +536,7 @@ struct sm_wqe {
     enum sm_wqe_state state;
     enum ibv_wc_status status;
     struct sm_bind bind;
+    uint8_t fault; /* a completion status that was injected, or SM_NEVER */
 };
 
 struct sm_rqe {

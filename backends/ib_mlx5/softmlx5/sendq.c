@@ -165,6 +165,18 @@ static void count_wr(enum ibv_wr_opcode op)
     }
 }
 
+/* A refusal to take it, or how it will complete. */
+static int local_fault(enum ibv_wr_opcode op, struct sm_wqe *w)
+{
+    struct sm_fault f;
+
+    w->fault = 0;
+    if (!is_local(op) || !sm_fault_hit(op == IBV_WR_BIND_MW ? "bind_mw" : "local_inv", &f))
+        return 0;
+    w->fault = f.status;
+    return f.err;
+}
+
 static int post_one(struct sm_qp *qp, const struct ibv_send_wr *wr)
 {
     int rc;
@@ -175,6 +187,8 @@ static int post_one(struct sm_qp *qp, const struct ibv_send_wr *wr)
         qp->cap.max_send_wr)
         return ENOMEM;
     rc = take_wr(qp, wr, SLOT(qp, qp->sq_tail));
+    if (!rc)
+        rc = local_fault(wr->opcode, SLOT(qp, qp->sq_tail));
     if (rc)
         return rc;
     qp->sq_tail++;
@@ -404,6 +418,8 @@ static enum ibv_wc_status run_local(struct sm_qp *qp, const struct sm_wqe *w)
     bool binds = w->op == IBV_WR_BIND_MW;
     enum ibv_wc_status s;
 
+    if (w->fault)
+        return (enum ibv_wc_status)w->fault;
     pthread_mutex_unlock(&qp->lock);
     s = binds ? sm_mkey_bind(qp->ctx, &bind)
               : sm_mkey_invalidate(qp->ctx, key, qp->pdn, qp->qp.qp_num, false);
@@ -416,7 +432,8 @@ static bool must_wait(const struct sm_qp *qp, const struct sm_wqe *w)
     const struct sm_flow *f = qp->out;
 
     if (is_local(w->op))
-        return (w->flags & IBV_SEND_FENCE) && qp->sq_head != qp->sq_pumped;
+        return w->fault == SM_NEVER ||
+               ((w->flags & IBV_SEND_FENCE) && qp->sq_head != qp->sq_pumped);
     return !f || f->state != SM_FLOW_READY ||
            f->head - atomic_load_explicit(&f->shm->done, memory_order_acquire) >= SM_RING;
 }

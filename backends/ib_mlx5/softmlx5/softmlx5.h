@@ -39,10 +39,13 @@ int softmlx5_stat_names(char *buf, size_t size);
  *   spec    := item { ';' item }
  *   item    := command ':' key '=' value { ',' key '=' value }
  *   command := create_mkey | destroy_mkey | query_mkey | query_hca_cap | reg_mr | dereg_mr |
- *              alloc_pd | create_cq | create_qp | modify_qp | umem_reg
+ *              alloc_pd | create_cq | create_qp | modify_qp | umem_reg | bind_mw | local_inv
  *   key     := status, syndrome (firmware answer) | errno (kernel answer) |
  *              after (calls let through first, default 0) | count (calls refused, default 1, 0 =
  * all)
+ *
+ * Of the two work requests errno is post_send's, and status the completion's, with nothing done;
+ * 255: it never completes, nor does what is posted behind it.
  */
 int softmlx5_fault(const char *spec);
 
