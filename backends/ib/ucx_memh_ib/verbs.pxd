@@ -75,6 +75,8 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         IBV_WR_ATOMIC_FETCH_AND_ADD
         IBV_WR_LOCAL_INV
         IBV_WR_BIND_MW
+        IBV_MW_TYPE_1
+        IBV_MW_TYPE_2
         IBV_WC_SUCCESS
         IBV_WC_WR_FLUSH_ERR
         IBV_WC_REM_ACCESS_ERR
@@ -109,7 +111,10 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
         uint32_t rkey
 
     ctypedef struct ibv_mw "struct ibv_mw":
+        ibv_context *context
+        ibv_pd *pd
         uint32_t rkey
+        int type
 
     ctypedef struct ibv_mw_bind_info "struct ibv_mw_bind_info":
         ibv_mr *mr
@@ -433,6 +438,9 @@ cdef struct ib_ep_t:
 # a time: the backend sees to that.
 cdef struct ib_control_t:
     uint32_t depth         # work requests under way
+    uint8_t events         # its completions make events on the Md's channel, once asked for
+    # Completions that ib_control_wait finds before the one that it waits for; or NULL.
+    void (*seen)(ib_control_t *control, const ibv_wc *wc) noexcept nogil
     uint8_t ready
     ibv_cq *cq
     ibv_qp *qp
@@ -484,6 +492,9 @@ cdef void ib_ep_ops(ucxm_ep_ops_t *ops) noexcept nogil
 # The i-th counter of this layer; *name NULL at the end.
 cdef void ib_stat(ib_md_t *md, unsigned index, const char **name, uint64_t *value) noexcept nogil
 
+cdef unsigned ib_progress(void *priv) noexcept nogil
+cdef ucxm_status_t ib_event_arm(void *priv, ucxm_error_t *error) noexcept nogil
+
 cdef unsigned ib_access(const ib_md_t *md, const ucxm_registration_t *reg) noexcept nogil
 cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
                               ucxm_error_t *error) noexcept nogil
@@ -507,6 +518,8 @@ cdef int ib_control_post(ib_md_t *md, ib_control_t *control, ibv_send_wr *wr,
 # The completion of the last request; ETIMEDOUT: none comes.  What is not good ends the queue pair,
 # so it is to be made anew.
 cdef int ib_control_wait(ib_md_t *md, ib_control_t *control, ibv_wc *wc) noexcept nogil
+# After this nothing that was posted over it is executed any more; what nobody polled is lost.
+cdef void ib_control_drop(ib_md_t *md, ib_control_t *control) noexcept nogil
 cdef void ib_control_clear(ib_md_t *md, ib_control_t *control) noexcept nogil
 
 # What a person may want to know: a line, cut off where the room ends (`size` is not 0).

@@ -27,11 +27,11 @@ from ucx_memh.libmemh cimport (
 )
 from ucx_memh_ib.verbs cimport (
     IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_MW_BIND, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_READ,
-    IBV_ACCESS_REMOTE_WRITE, IBV_SEND_SIGNALED, IBV_WC_REM_ACCESS_ERR, IBV_WC_SUCCESS,
-    IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW, IBV_WR_LOCAL_INV,
-    IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, IB_MW_BIND_ANY, IB_NO_KEY, ib_adopted, ib_config_t,
-    ib_control_clear, ib_control_post, ib_control_t, ib_control_up, ib_control_wait, ib_count,
-    ib_drop_events, ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status,
+    IBV_ACCESS_REMOTE_WRITE, IBV_MW_TYPE_1, IBV_MW_TYPE_2, IBV_SEND_SIGNALED, IBV_WC_REM_ACCESS_ERR,
+    IBV_WC_SUCCESS, IBV_WC_WR_FLUSH_ERR, IBV_WR_ATOMIC_FETCH_AND_ADD, IBV_WR_BIND_MW,
+    IBV_WR_LOCAL_INV, IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, IB_MW_BIND_ANY, IB_NO_KEY, ib_adopted,
+    ib_config_t, ib_control_clear, ib_control_post, ib_control_t, ib_control_up, ib_control_wait,
+    ib_count, ib_drop_events, ib_ep_ops, ib_ep_qpn, ib_ep_windows, ib_ep_work, ib_errno_status,
     ib_explain_direct, ib_explain_fork, ib_explain_region, ib_fail, ib_load64, ib_md_attr,
     ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_mem_reg, ib_put32, ib_put64, ib_reg_t, ib_say,
     ib_stat, ib_text, ib_text_t, ibv_context, ibv_device, ibv_device_attr, ibv_mr, ibv_mw,
@@ -46,8 +46,6 @@ cdef extern from "ucx_memh_ib/verbs_table.h" nogil:
     enum:
         IBV_DEVICE_MEM_WINDOW
         IBV_DEVICE_MEM_WINDOW_TYPE_2B
-        IBV_MW_TYPE_1
-        IBV_MW_TYPE_2
 
     ctypedef struct ibv_mw_bind "struct ibv_mw_bind":
         uint64_t wr_id

@@ -176,9 +176,8 @@ cdef ucxm_status_t ib_event_arm(void *priv, ucxm_error_t *error) noexcept nogil:
         return UCXM_ERR_BUSY
     pthread_mutex_lock(&md.poll_lock)
     while events < 64 and md.verbs.get_cq_event(md.channel, &cq, &context) == 0:
+        md.verbs.ack_cq_events(cq, 1)  # a backend's own queue may share the channel
         events += 1
-    if events:
-        md.verbs.ack_cq_events(md.cq, events)
     failed = ibv_req_notify_cq(md.cq, 0)
     count = poll_batch(md)  # what came before the request makes no event
     pthread_mutex_unlock(&md.poll_lock)

@@ -84,7 +84,8 @@ cdef int control_reset(ib_md_t *md, ib_control_t *control) noexcept nogil:
 cdef int control_create(ib_md_t *md, ib_control_t *control) noexcept nogil:
     cdef ibv_qp_init_attr attr
     if control.cq == NULL:
-        control.cq = md.verbs.create_cq(md.context, 2 * control.depth, NULL, NULL, 0)
+        control.cq = md.verbs.create_cq(md.context, 2 * control.depth, NULL,
+                                        md.channel if control.events else NULL, 0)
         if control.cq == NULL:
             return errno
     memset(&attr, 0, sizeof(attr))
@@ -100,7 +101,7 @@ cdef int control_create(ib_md_t *md, ib_control_t *control) noexcept nogil:
     return errno if control.qp == NULL else 0
 
 
-cdef void control_drop(ib_md_t *md, ib_control_t *control) noexcept nogil:
+cdef void ib_control_drop(ib_md_t *md, ib_control_t *control) noexcept nogil:
     control.ready = 0
     if control.qp != NULL:
         ib_count(&md.counts.destroy_qp, 1)
@@ -109,7 +110,7 @@ cdef void control_drop(ib_md_t *md, ib_control_t *control) noexcept nogil:
 
 
 cdef void ib_control_clear(ib_md_t *md, ib_control_t *control) noexcept nogil:
-    control_drop(md, control)
+    ib_control_drop(md, control)
     if control.cq != NULL:
         md.verbs.destroy_cq(control.cq)
         control.cq = NULL
@@ -124,15 +125,15 @@ cdef int ib_control_up(ib_md_t *md, ib_control_t *control) noexcept nogil:
         if failed == 0:
             failed = control_connect(md, control)
     if failed:
-        control_drop(md, control)
+        ib_control_drop(md, control)
         failed = control_create(md, control)
         if failed == 0:
             failed = control_connect(md, control)
     if failed:
-        control_drop(md, control)
+        ib_control_drop(md, control)
     else:
         control.ready = 1
-        control.made += 1
+        ib_count(&control.made, 1)
     return failed
 
 
@@ -147,7 +148,9 @@ cdef int ib_control_wait(ib_md_t *md, ib_control_t *control, ibv_wc *wc) noexcep
                 control.ready = 0
             return 0
         if count > 0:
-            continue  # of a request that was given up
+            if control.seen != NULL:
+                control.seen(control, wc)
+            continue
         rounds += 1
         if rounds < 1000:
             sched_yield()
