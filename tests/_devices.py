@@ -73,7 +73,7 @@ class Device:
     def restore(self) -> None:
         """Undo what a test has set."""
 
-    def flows(self) -> int:
+    def flows(self, md: um.Md) -> int:
         """How many connections it still has, if it tells: a closed one goes by and by."""
         return 0
 
@@ -109,17 +109,21 @@ class SoftwareDevice(Device):
         self.soft.defaults()
 
     def keys(self, md: um.Md) -> int:
-        return self.soft.stat("mkeys.live")  # windows and regions have keys of their own there
+        # Windows and regions have keys of their own there; and what is free is nobody's.
+        stats = md.stats()
+        unused = stats.get("device.pool_free", 0) + stats.get("device.pool_resting", 0)
+        return self.soft.stat("mkeys.live") - unused
 
     def regions(self, md: um.Md) -> int:
         return self.soft.stat("mrs.live")
 
-    def flows(self) -> int:
-        return self.soft.stat("flows.live")
+    def flows(self, md: um.Md) -> int:
+        own = 2 if md.stats()["device.control_qp"] else 0  # that queue pair's with itself
+        return self.soft.stat("flows.live") - own
 
     def moved(self) -> int:
         return self.soft.stat("chunks")
 
     def endings(self, md: um.Md) -> int:
         """How many native keys the device was told to end."""
-        return self.soft.stat("cmd.destroy_mkey")
+        return self.soft.stat("cmd.destroy_mkey") + self.soft.stat("wr.local_inv")

@@ -144,7 +144,7 @@ def test_a_peer_is_killed_while_it_writes(owner, device, peer):
     memory = bytearray(64 * MIB)
     base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
     victim, other = Attacker(peer, device.where), Library(peer, device.where)
-    wait_for(lambda: device.flows() == 0)
+    wait_for(lambda: device.flows(owner) == 0)
     ep = link(owner, victim)
     link(owner, other)
     win, sibling = base.derive(), base.derive(0, 64)
@@ -159,7 +159,7 @@ def test_a_peer_is_killed_while_it_writes(owner, device, peer):
     assert win.state is MemhState.REVOKED
     assert frozen[6 * CHUNK :] == bytes(len(memory) - 6 * CHUNK)
     assert other.get(sibling.mkey_pack(), 0, 64) == frozen[:64]
-    wait_for(lambda: device.flows() == 2, "the end of the victim's connection")
+    wait_for(lambda: device.flows(owner) == 2, "the end of the victim's connection")
     assert memory == frozen
     ep.close()
     base.dereg(cascade=True)

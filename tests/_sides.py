@@ -55,6 +55,16 @@ def wait_for(condition: Callable[[], Any], what: str = "", seconds: float = 30) 
     return value
 
 
+def progressed(md: um.Md, condition: Callable[[], Any], what: str = "") -> Any:
+    """Progress the domain until it holds: some devices only begin in a call what that asks for."""
+
+    def look() -> Any:
+        md.progress()
+        return condition()
+
+    return wait_for(look, what)
+
+
 class Where(NamedTuple):
     """Which device both sides use, and how: the software device by its vendor's interface,
     unless a test says otherwise."""

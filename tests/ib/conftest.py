@@ -47,9 +47,6 @@ class SoftWindows(WindowDevice, SoftwareDevice):
     def endings(self, md: um.Md) -> int:
         return md.stats()[self.ended]
 
-    def flows(self) -> int:
-        return self.soft.stat("flows.live") - 2  # the control queue pair's, of the one domain
-
 
 class Rxe(WindowDevice):
     """The kernel's soft-RoCE: rights and revocation hold, the range of a window does not."""

@@ -32,8 +32,14 @@ def soft() -> Iterator[Control]:
 
 
 @pytest.fixture
-def md() -> Iterator[um.Md]:
-    with um.open_md("ib_mlx5", device="software") as opened:
+def umr() -> str:
+    """How keys are made.  A module that wants the other way, or both, has a fixture of its own."""
+    return "auto"
+
+
+@pytest.fixture
+def md(umr: str) -> Iterator[um.Md]:
+    with um.open_md("ib_mlx5", device="software", umr=umr) as opened:
         yield opened
 
 
@@ -57,9 +63,9 @@ def tidy(soft: Control) -> Iterator[None]:
 
 
 @pytest.fixture
-def owner(tidy: None) -> Iterator[um.Md]:
+def owner(tidy: None, umr: str) -> Iterator[um.Md]:
     """An Md of this process; closing it leaves nothing on the device."""
-    with opened() as md:
+    with opened(umr=umr) as md:
         yield md
 
 
@@ -86,7 +92,7 @@ def stubborn(owner: um.Md, soft: Control) -> tuple[um.Md, Callable[[int], int]]:
     """An Md, and what has its device refuse to end keys: so often, at so many commands."""
 
     def refuse(times: int) -> int:
-        soft.fault(f"destroy_mkey:status=6,syndrome=0xabc,count={times}")
+        soft.fault(f"local_inv:status=6;destroy_mkey:status=6,syndrome=0xabc,count={times}")
         return times
 
     return owner, refuse

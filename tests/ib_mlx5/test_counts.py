@@ -21,6 +21,12 @@ RMA, AMO = PackFlag.INVALIDATE_RMA, PackFlag.INVALIDATE_AMO
 SIZE = 64 << 10
 
 
+@pytest.fixture
+def umr():
+    """These are about keys that are made by command."""
+    return "off"
+
+
 class Counter:
     """What the device executed since it was last asked, and what the backend says it sent."""
 

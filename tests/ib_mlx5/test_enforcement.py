@@ -15,6 +15,11 @@ from _sides import Wc, keys, link, relink
 from ucx_memh import MemFlag
 
 
+@pytest.fixture(params=["auto", "off"], ids=lambda umr: f"umr {umr}")
+def umr(request):
+    return request.param
+
+
 def test_range_over_several_translation_entries(owner, attacker):
     """An entry covers at most 2 GiB, so a larger key has several; the seam is no edge."""
     entry = 1 << 31

@@ -19,6 +19,11 @@ RMA, AMO = PackFlag.INVALIDATE_RMA, PackFlag.INVALIDATE_AMO
 SIZE = 64 << 10
 SYNDROME = 0x5EED01
 
+@pytest.fixture
+def umr():
+    """These are about keys that are made by command."""
+    return "off"
+
 # firmware's status -> what is raised, with which status
 FIRMWARE = [
     (0x01, um.DeviceError, Status.IO_ERROR),  # INT_ERR

@@ -25,6 +25,16 @@ from _rows import (
 from _sides import Library, Wc, keys, link, opened, relink
 from ucx_memh import MdFlag, MemFlag
 
+# A base that was let go of while the end of its last derived handle is under way.
+DROPPED = "test_D2_a_dropped_base_lives_on_under_its_derived"
+
+
+@pytest.fixture(params=["auto", "off"], ids=lambda umr: f"umr {umr}")
+def umr(request):
+    if request.param == "auto" and request.function.__name__ == DROPPED:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="the core reaps at close only"))
+    return request.param
+
 
 @contextmanager
 def no_cap(soft, name, value=0):

@@ -16,6 +16,9 @@ Configuration of ``open_md("ib_mlx5", ...)``:
     Bytes that one work request moves at most, if less than the device allows.
 ``quarantine``
     Destructions of keys before a native key value may be used again (65536).
+``umr``
+    "auto" (default): keys of derived handles are aimed and ended by work requests where the device
+    can do that; or "off": every key is made and destroyed by command.
 ``context``, ``pd``
     Addresses of an open ibv_context and its ibv_pd, to work on what a runtime has opened.  They
     are never closed here, and the context's asynchronous events are left to the runtime.

@@ -15,7 +15,7 @@ from ucx_memh_ib import verbs
 from . import devx
 
 COMPONENT = "ib_mlx5"
-OPTIONS = ("port", "gid_index", "queue_depth", "max_msg", "quarantine", "context", "pd")
+OPTIONS = ("port", "gid_index", "queue_depth", "max_msg", "quarantine", "context", "pd", "umr")
 HARDWARE = ("libibverbs.so.1", "libmlx5.so.1")
 KINDS = ("auto", "hardware", "software")
 

@@ -29,4 +29,5 @@ def open_md(
     quarantine: int = 65536,
     context: int = 0,
     pd: int = 0,
+    umr: str = "auto",
 ) -> Md: ...

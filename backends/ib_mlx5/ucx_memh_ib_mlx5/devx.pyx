@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cython: freethreading_compatible=True
 # distutils: include_dirs = backends/ib backends/ib_mlx5
-"""The component `ib_mlx5`: revocable keys made by firmware commands (DEVX) on mlx5 devices.
+"""The component `ib_mlx5`: revocable keys on mlx5 devices, by work requests or DEVX commands.
 
 A base has the registration's own key (direct) and, packed for invalidation, KSM keys over the
 whole of it.  A derived handle has one KLM key with exactly its range and rights.  Every such key
-is an object of its own in the device: one CREATE_MKEY makes it, one DESTROY_MKEY ends it, and the
-registration under it is not touched.  Data moves over ucx_memh_ib's endpoints.
+is an object of its own in the device, and the registration under it is not touched.  That of a
+derived handle comes from a pool of free ones: a BIND_MW aims it and a LOCAL_INV ends it, over a
+queue pair of the domain's own.  All others, and those that are too long for it or of one endpoint,
+are made by one CREATE_MKEY and ended by one DESTROY_MKEY.  Data moves over ucx_memh_ib's endpoints.
 """
-from libc.errno cimport EAGAIN, EBUSY, ENODEV, ENOMEM, ENOSYS, EOPNOTSUPP, errno
+from libc.errno cimport EAGAIN, EBUSY, ENODEV, ENOMEM, ENOSYS, EOPNOTSUPP, ETIMEDOUT, errno
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset, strcmp
@@ -17,20 +19,25 @@ from ucx_memh.core cimport md_bind
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE,
     UCXM_ERR_BUSY, UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_DEVICE,
-    UCXM_ERR_NO_MEMORY, UCXM_ERR_NO_RESOURCE, UCXM_ERR_UNSUPPORTED, UCXM_KEY_ATOMIC,
-    UCXM_KEY_DERIVED, UCXM_KEY_INDIRECT, UCXM_KEY_PLACEHOLDER, UCXM_MD_FLAG_DERIVE_ENDPOINT,
-    UCXM_MD_FLAG_INVALIDATE, UCXM_MD_FLAG_INVALIDATE_AMO, UCXM_MD_FLAG_INVALIDATE_RMA,
-    UCXM_MD_FLAG_REG_DERIVED, UCXM_MEM_ACCESS_REMOTE_ATOMIC, UCXM_MEM_ACCESS_REMOTE_GET,
-    UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_OK, ucxm_completion_t, ucxm_enforcement_t, ucxm_ep_ops_t,
-    ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_own, ucxm_memh_own_t,
-    ucxm_memh_t, ucxm_status_t,
+    UCXM_ERR_NO_MEMORY, UCXM_ERR_NO_RESOURCE, UCXM_ERR_UNSUPPORTED, UCXM_INPROGRESS,
+    UCXM_KEY_ATOMIC, UCXM_KEY_DERIVED, UCXM_KEY_INDIRECT, UCXM_KEY_PLACEHOLDER,
+    UCXM_MD_FLAG_DERIVE_ENDPOINT, UCXM_MD_FLAG_INVALIDATE, UCXM_MD_FLAG_INVALIDATE_AMO,
+    UCXM_MD_FLAG_INVALIDATE_RMA, UCXM_MD_FLAG_REG_DERIVED, UCXM_MEM_ACCESS_REMOTE_ATOMIC,
+    UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_OK, ucxm_completion_t,
+    ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t,
+    ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
-    IB_NO_KEY, ib_adopted, ib_config_t, ib_count, ib_ep_ops, ib_ep_qpn, ib_errno_status,
-    ib_explain_direct, ib_explain_fork, ib_explain_region, ib_fail, ib_load64, ib_md_attr,
-    ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_put32, ib_put64, ib_random_psn, ib_say, ib_stat,
-    ib_text, ib_text_t, ibv_context, ibv_device, ibv_pd, ucxm_library_load, ucxm_library_t,
-    ucxm_symbol_t, ucxm_verbs_t, verbs_table,
+    IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_READ,
+    IBV_ACCESS_REMOTE_WRITE, IBV_MW_TYPE_1, IBV_SEND_SIGNALED, IBV_WC_SUCCESS, IBV_WR_BIND_MW,
+    IBV_WR_LOCAL_INV, IB_NO_KEY, ib_adopted, ib_coarse_ns, ib_config_t, ib_control_clear,
+    ib_control_drop, ib_control_post, ib_control_t, ib_control_up, ib_count, ib_ep_ops, ib_ep_qpn,
+    ib_errno_status, ib_event_arm, ib_explain_direct, ib_explain_fork, ib_explain_region, ib_fail,
+    ib_load32, ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_progress,
+    ib_put32, ib_put64, ib_random_psn, ib_reg_t, ib_say, ib_stat, ib_store32, ib_text, ib_text_t,
+    ibv_context, ibv_device, ibv_mw, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_req_notify_cq,
+    ibv_send_wr, ibv_wc, pthread_mutex_t, ucxm_library_load, ucxm_library_t, ucxm_symbol_t,
+    ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status
@@ -85,11 +92,12 @@ cdef extern from "ucx_memh_ib_mlx5/mlx5_table.h" nogil:
     const ucxm_symbol_t *ucxm_mlx5_symbols
     const size_t UCXM_MLX5_SYMBOL_COUNT
 
-    ctypedef struct pthread_mutex_t:
-        pass
     pthread_mutex_t mlx5_tables_lock
     int pthread_mutex_lock(pthread_mutex_t *mutex)
     int pthread_mutex_unlock(pthread_mutex_t *mutex)
+    int pthread_mutex_trylock(pthread_mutex_t *mutex)
+    int pthread_mutex_init(pthread_mutex_t *mutex, void *attr)
+    int pthread_mutex_destroy(pthread_mutex_t *mutex)
 
 cdef extern from "ucx_memh_ib_mlx5/mailbox.h" nogil:
     enum:
@@ -99,8 +107,11 @@ cdef extern from "ucx_memh_ib_mlx5/mailbox.h" nogil:
         PRM_CAP_GENERAL
         PRM_CAP_ATOMIC
         PRM_QPN_ANY
+    const uint64_t MLX5_ENTITY
 
     ctypedef struct mlx5_mkey_t:
+        uint64_t start
+        uint64_t length
         uint64_t entries
         uint64_t list_size
         uint32_t lkey
@@ -118,6 +129,7 @@ cdef extern from "ucx_memh_ib_mlx5/mailbox.h" nogil:
         uint8_t max_indirection
         uint8_t fixed_buffer_size
         uint8_t umr_modify_atomic_disabled
+        uint8_t umr_indirect_mkey_disabled
         uint8_t atomic
 
     void mlx5_mkey_klm(mlx5_mkey_t *mkey, uint64_t address, uint64_t length)
@@ -151,10 +163,52 @@ cdef enum:
     PACKED_SIZE = 16
     RAW_SIZE = 8
 
+# A native key: an object in the device.  It is the core's, in a slot, or in a list of the pool's.
+cdef struct key_t:
+    mlx5dv_devx_obj *devx   # made by CREATE_MKEY ...
+    mlx5dv_mkey *mkey       # ... or for work requests to aim
+    uint32_t value          # index and tag, as the device has them
+    # of what work requests aim
+    uint8_t tag             # of its next use
+    uint8_t state           # KEY_*
+    uint16_t uses           # since its tags were all to be had
+    uint64_t wr             # wr_id of its LOCAL_INV
+    uint64_t rest           # pool.ended, when its tags were used up
+    ucxm_completion_t *comp
+    ucxm_status_t status    # for it
+    key_t *next
+
+cdef struct key_list_t:
+    key_t *head             # the oldest one
+    key_t *tail
+    uint32_t count          # may be read without the lock
+
+cdef struct pool_t:
+    ib_control_t control    # first
+    pthread_mutex_t wire    # guards it and ...
+    key_list_t flying       # LOCAL_INV posted, in that order
+    uint64_t deadline
+    pthread_mutex_t lock    # guards all below
+    key_list_t free
+    key_list_t resting
+    key_list_t pending      # LOCAL_INV to be posted
+    key_list_t finished     # `comp` to be run
+    key_list_t stuck        # of nobody, and could not be destroyed yet
+    uint32_t used
+    uint32_t busy           # in pending, flying, finished
+    uint32_t quarantine
+    uint64_t ended          # keys
+    uint64_t told           # of these the core knows
+    uint64_t bind_mw        # work requests posted
+    uint64_t local_inv
+    uint64_t doorbells
+
 cdef struct md_t:
     ib_md_t ib              # first: the shared operations take it
     ucxm_mlx5_t *mlx5
     mlx5_caps_t caps
+    pool_t pool
+    const char *umr_missing  # why no key is aimed by work requests; NULL: they are
     uint64_t page
     uint32_t pdn
     uint8_t tag             # of the next key
@@ -169,5 +223,9 @@ cdef struct md_t:
 include "devx.src/library.pxi"
 include "devx.src/command.pxi"
 include "devx.src/keys.pxi"
+include "devx.src/pool.pxi"
+include "devx.src/wire.pxi"
+include "devx.src/aim.pxi"
+include "devx.src/make.pxi"
 include "devx.src/explain.pxi"
 include "devx.src/md.pxi"

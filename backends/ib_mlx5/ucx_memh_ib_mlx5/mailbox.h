@@ -195,6 +195,7 @@ enum {
 #define PRM_CAP_FIXED_BUFFER_SIZE          0x108, 1
 #define PRM_CAP_LOG_MAX_KLM_LIST_SIZE      0x11a, 6
 #define PRM_CAP_UMR_MODIFY_ATOMIC_DISABLED 0x208, 1
+#define PRM_CAP_UMR_INDIRECT_MKEY_DISABLED 0x209, 1
 #define PRM_CAP_ATOMIC_FLAG                0x21e, 1
 
 /* atomic_caps */
@@ -212,6 +213,7 @@ typedef struct mlx5_caps {
     uint8_t max_indirection;
     uint8_t fixed_buffer_size; /* KSM */
     uint8_t umr_modify_atomic_disabled;
+    uint8_t umr_indirect_mkey_disabled;
     uint8_t atomic;
 } mlx5_caps_t;
 
@@ -229,6 +231,7 @@ static inline void mlx5_caps_general(mlx5_caps_t *caps, const uint8_t *out)
     caps->max_indirection            = (uint8_t)prm_get(cap, PRM_CAP_MAX_INDIRECTION);
     caps->fixed_buffer_size          = (uint8_t)prm_get(cap, PRM_CAP_FIXED_BUFFER_SIZE);
     caps->umr_modify_atomic_disabled = (uint8_t)prm_get(cap, PRM_CAP_UMR_MODIFY_ATOMIC_DISABLED);
+    caps->umr_indirect_mkey_disabled = (uint8_t)prm_get(cap, PRM_CAP_UMR_INDIRECT_MKEY_DISABLED);
     caps->atomic                     = (uint8_t)prm_get(cap, PRM_CAP_ATOMIC_FLAG);
 }
 

@@ -71,14 +71,18 @@ cdef ucxm_status_t create_mkey(md_t *md, const mlx5_mkey_t *mkey, ucxm_key_slot_
     cdef uint8_t out[PRM_CREATE_MKEY_OUT_SIZE]
     cdef size_t size = mlx5_create_mkey_size(mkey)
     cdef uint8_t *box = small
+    cdef key_t *key = <key_t *>calloc(1, sizeof(key_t))
     cdef mlx5dv_devx_obj *made
     cdef int failed
     if size > sizeof(small):
         box = <uint8_t *>calloc(1, size)
-        if box == NULL:
-            return ib_fail(error, UCXM_ERR_NO_MEMORY, ENOMEM, "out of memory")
     else:
         memset(small, 0, sizeof(small))
+    if key == NULL or box == NULL:
+        free(key)
+        if box != small:
+            free(box)
+        return ib_fail(error, UCXM_ERR_NO_MEMORY, ENOMEM, "out of memory")
     memset(out, 0, sizeof(out))
     mlx5_create_mkey_fill(box, mkey)
     ib_count(&md.create_mkey, 1)
@@ -87,47 +91,54 @@ cdef ucxm_status_t create_mkey(md_t *md, const mlx5_mkey_t *mkey, ucxm_key_slot_
     if box != small:
         free(box)
     if made == NULL:
+        free(key)
         return refused(error, "CREATE_MKEY", out, failed)
-    slot.object = made
-    slot.value = <uint32_t>(prm_out_mkey_index(out) << 8) | mkey.tag
+    key.devx = made
+    key.value = <uint32_t>(prm_out_mkey_index(out) << 8) | mkey.tag
+    slot.object = key
+    slot.value = key.value
     return UCXM_OK
 
 
-cdef ucxm_status_t create_placeholder(md_t *md, ucxm_key_slot_t *slot,
-                                      ucxm_error_t *error) noexcept nogil:
+cdef key_t *create_free_mkey(md_t *md, ucxm_error_t *error,
+                             ucxm_status_t *status) noexcept nogil:
     """A mkey in the free state, as the vendor's library makes them for work requests to aim: it
     lets nobody through and stands on no registration."""
     cdef mlx5dv_mkey_init_attr attr
-    cdef mlx5dv_mkey *made
+    cdef key_t *key = <key_t *>calloc(1, sizeof(key_t))
+    if key == NULL:
+        status[0] = ib_fail(error, UCXM_ERR_NO_MEMORY, ENOMEM, "out of memory")
+        return NULL
     memset(&attr, 0, sizeof(attr))
     attr.pd = md.ib.pd
     attr.create_flags = MLX5DV_MKEY_INIT_ATTR_FLAGS_INDIRECT
     attr.max_entries = 1
     ib_count(&md.create_mkey, 1)
-    made = md.mlx5.create_mkey(&attr)
-    if made == NULL:
-        return ib_fail(error, ib_errno_status(errno), errno,
-                       "mlx5dv_create_mkey failed (errno %d)", errno)
-    slot.object = made
-    slot.value = made.rkey
-    return UCXM_OK
+    key.mkey = md.mlx5.create_mkey(&attr)
+    if key.mkey == NULL:
+        status[0] = ib_fail(error, ib_errno_status(errno), errno,
+                            "mlx5dv_create_mkey failed (errno %d)", errno)
+        free(key)
+        return NULL
+    key.value = key.mkey.rkey
+    status[0] = UCXM_OK
+    return key
 
 
-cdef ucxm_status_t destroy_mkey(md_t *md, ucxm_key_slot_t *slot,
-                                ucxm_error_t *error) noexcept nogil:
+cdef ucxm_status_t destroy_mkey(md_t *md, key_t *key, ucxm_error_t *error) noexcept nogil:
     """One DESTROY_MKEY.  The kernel keeps the object, and firmware's answer to itself, if it is
     refused."""
     cdef int failed
     ib_count(&md.destroy_mkey, 1)
-    if slot.kind == UCXM_KEY_PLACEHOLDER:
-        failed = md.mlx5.destroy_mkey(<mlx5dv_mkey *>slot.object)
+    if key.mkey != NULL:
+        failed = md.mlx5.destroy_mkey(key.mkey)
     else:
-        failed = md.mlx5.obj_destroy(<mlx5dv_devx_obj *>slot.object)
+        failed = md.mlx5.obj_destroy(key.devx)
     if failed == 0:
         return UCXM_OK
     if failed < 0:
         failed = errno
     return ib_fail(error, UCXM_ERR_BUSY if failed == EBUSY else UCXM_ERR_IO_ERROR, failed,
-                   "DESTROY_MKEY of key 0x%x %s (errno %d)", slot.value,
+                   "DESTROY_MKEY of key 0x%x %s (errno %d)", key.value,
                    <const char *>b"refused by firmware" if failed == EREMOTEIO
                    else <const char *>b"failed", failed)

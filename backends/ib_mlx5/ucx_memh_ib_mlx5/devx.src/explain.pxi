@@ -14,6 +14,14 @@ cdef void explain_md(const md_t *md, ib_text_t *text) noexcept nogil:
                      "authors")
     ib_say(text, "derived keys: one KLM mkey each, exact range and rights"
            if md.can_derive else "derived keys: none, the device lacks KLM lists or indirection")
+    if md.umr_missing == NULL:
+        ib_say(text, "they are aimed by BIND_MW and ended by LOCAL_INV over a control queue pair, "
+                     "with no command; those bound to a queue pair or longer than 2 GiB are made "
+                     "by CREATE_MKEY")
+    elif md.can_derive:
+        snprintf(line, sizeof(line), "they are made by CREATE_MKEY, not by work requests: %s",
+                 md.umr_missing)
+        ib_say(text, line)
     ib_say(text, "revocable keys of a base: KSM mkeys"
            if md.caps.fixed_buffer_size and md.caps.max_indirection
            else "revocable keys of a base: none, the device lacks fixed_buffer_size")
@@ -25,6 +33,25 @@ cdef void explain_md(const md_t *md, ib_text_t *text) noexcept nogil:
     else:
         ib_say(text, "atomics: by the direct key only (umr_modify_atomic_disabled)")
     ib_explain_fork(text)
+
+
+cdef void explain_key(const md_t *md, const ucxm_memh_own_t *own,
+                      ib_text_t *text) noexcept nogil:
+    """Which way its key was, or will be, made."""
+    cdef const char *reason = command_reason(md, own)
+    cdef const ucxm_key_slot_t *slot = &own.slot[0]
+    cdef char line[256]
+    if slot.live and reason == NULL:
+        snprintf(line, sizeof(line), "key 0x%x, aimed by BIND_MW over the control queue pair; "
+                 "LOCAL_INV ends it", slot.value)
+    elif slot.live:
+        snprintf(line, sizeof(line), "key 0x%x, made by CREATE_MKEY: %s; DESTROY_MKEY ends it",
+                 slot.value, reason)
+    elif reason == NULL:
+        snprintf(line, sizeof(line), "no key yet: the first pack aims one by BIND_MW")
+    else:
+        snprintf(line, sizeof(line), "no key yet: the first pack sends CREATE_MKEY: %s", reason)
+    ib_say(text, line)
 
 
 cdef void explain_derived(const md_t *md, const ucxm_memh_t *memh, ib_text_t *text) noexcept nogil:
@@ -41,11 +68,7 @@ cdef void explain_derived(const md_t *md, const ucxm_memh_t *memh, ib_text_t *te
     else:
         snprintf(line, sizeof(line), "bound to queue pair 0x%x: no other may use it", mkey.qpn)
         ib_say(text, line)
-    if own.slot[0].live:
-        snprintf(line, sizeof(line), "key 0x%x; DESTROY_MKEY ends it", own.slot[0].value)
-        ib_say(text, line)
-    else:
-        ib_say(text, "no key yet: the first pack sends CREATE_MKEY")
+    explain_key(md, own, text)
     if mkey.a:
         ib_say(text, "atomics go through KLM, which is unproven on hardware")
 

@@ -9,6 +9,27 @@ cdef void mkey_rights(mlx5_mkey_t *mkey, uint64_t rights) noexcept nogil:
     mkey.lw = mkey.rw or mkey.a
 
 
+cdef unsigned mkey_access(const mlx5_mkey_t *mkey) noexcept nogil:
+    """The same in the words of verbs."""
+    cdef unsigned access = 0
+    if mkey.rr:
+        access |= IBV_ACCESS_REMOTE_READ
+    if mkey.rw:
+        access |= IBV_ACCESS_REMOTE_WRITE
+    if mkey.a:
+        access |= IBV_ACCESS_REMOTE_ATOMIC
+    if mkey.lw:
+        access |= IBV_ACCESS_LOCAL_WRITE
+    return access
+
+
+cdef uint8_t next_tag(md_t *md) noexcept nogil:
+    """An index that firmware gives again gets another value."""
+    cdef uint8_t tag = md.tag
+    md.tag = <uint8_t>((tag + 1) % TAGS)
+    return tag
+
+
 cdef void mkey_describe(const md_t *md, const ucxm_memh_own_t *own, uint32_t lkey, uint8_t kind,
                         mlx5_mkey_t *mkey) noexcept nogil:
     """The mkey of that kind for a handle."""
@@ -53,28 +74,6 @@ cdef ucxm_status_t mlx5_mem_derive(void *priv, const ucxm_memh_t *base, const uc
         return UCXM_OK
     mkey_describe(md, ucxm_memh_own(memh), memh.inherited.lkey, UCXM_KEY_DERIVED, &mkey)
     return mkey_check(md, &mkey, error)
-
-
-cdef ucxm_status_t mlx5_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key_slot_t *slot,
-                                   ucxm_error_t *error) noexcept nogil:
-    cdef md_t *md = <md_t *>priv
-    cdef mlx5_mkey_t mkey
-    cdef ucxm_status_t status
-    if slot.kind == UCXM_KEY_PLACEHOLDER:
-        return create_placeholder(md, slot, error)
-    mkey_describe(md, ucxm_memh_own(memh), memh.inherited.lkey, slot.kind, &mkey)
-    status = mkey_check(md, &mkey, error)
-    if status == UCXM_OK:
-        status = create_mkey(md, &mkey, slot, error)
-    if status == UCXM_OK:  # an index that firmware gives again gets another value
-        md.tag = (md.tag + 1) % TAGS
-    return status
-
-
-cdef ucxm_status_t mlx5_key_destroy(void *priv, const ucxm_memh_t *memh, ucxm_key_slot_t *slot,
-                                    ucxm_completion_t *comp,
-                                    ucxm_error_t *error) noexcept nogil:
-    return destroy_mkey(<md_t *>priv, slot, error)
 
 
 cdef ucxm_status_t mlx5_mkey_pack(void *priv, const ucxm_memh_t *memh,

@@ -2,20 +2,33 @@
 # Opening and closing the domain.
 
 cdef void mlx5_close(void *priv) noexcept nogil:
-    ib_md_clear(&(<md_t *>priv).ib)
-    free(priv)
+    cdef md_t *md = <md_t *>priv
+    pool_clear(md)
+    ib_md_clear(&md.ib)
+    free(md)
 
 
 cdef void mlx5_stat(void *priv, unsigned index, const char **name,
                     uint64_t *value) noexcept nogil:
     cdef md_t *md = <md_t *>priv
-    cdef const char *names[4]
-    cdef uint64_t *counts[4]
-    if index >= 4:
-        ib_stat(&md.ib, index - 4, name, value)
+    cdef pool_t *pool = &md.pool
+    cdef const char *names[8]
+    cdef uint64_t *counts[8]
+    cdef const char *size_names[3]
+    cdef uint32_t *sizes[3]
+    if index >= 11:
+        ib_stat(&md.ib, index - 11, name, value)
         return
-    names = [b"create_mkey", b"destroy_mkey", b"query_hca_cap", b"init_obj"]
-    counts = [&md.create_mkey, &md.destroy_mkey, &md.query_hca_cap, &md.init_obj]
+    if index >= 8:
+        size_names = [b"pool_free", b"pool_used", b"pool_resting"]
+        sizes = [&pool.free.count, &pool.used, &pool.resting.count]
+        name[0] = size_names[index - 8]
+        value[0] = ib_load32(sizes[index - 8])
+        return
+    names = [b"create_mkey", b"destroy_mkey", b"query_hca_cap", b"init_obj", b"bind_mw",
+             b"local_inv", b"doorbells", b"control_qp"]
+    counts = [&md.create_mkey, &md.destroy_mkey, &md.query_hca_cap, &md.init_obj, &pool.bind_mw,
+              &pool.local_inv, &pool.doorbells, &pool.control.made]
     name[0] = names[index]
     value[0] = ib_load64(counts[index])
 
@@ -26,6 +39,8 @@ OPS.struct_size = sizeof(OPS)
 OPS.abi = UCXM_BACKEND_ABI
 ib_md_ops(&OPS)
 OPS.close = mlx5_close
+OPS.progress = mlx5_progress
+OPS.event_arm = mlx5_event_arm
 OPS.mkey_pack = mlx5_mkey_pack
 OPS.mem_enforcement = mlx5_mem_enforcement
 OPS.stat = mlx5_stat
@@ -54,6 +69,18 @@ cdef ucxm_status_t find_pdn(md_t *md, ucxm_error_t *error) noexcept nogil:
     return UCXM_OK
 
 
+cdef const char *umr_missing(const md_t *md) noexcept nogil:
+    """What this device lacks; NULL: nothing."""
+    if not md.can_derive:
+        return b"the device makes no KLM keys"
+    if md.caps.umr_indirect_mkey_disabled:
+        return b"umr_indirect_mkey_disabled"
+    if md.caps.umr_modify_atomic_disabled:
+        # A BIND_MW always says what becomes of the atomic right.
+        return b"umr_modify_atomic_disabled"
+    return NULL
+
+
 cdef void decide(md_t *md) noexcept nogil:
     """What the capabilities allow."""
     cdef bint indirect = md.caps.max_indirection >= 1
@@ -63,6 +90,8 @@ cdef void decide(md_t *md) noexcept nogil:
         md.ib.has_atomics = 0
     md.can_atomic = (md.ib.has_atomics and indirect and
                      not md.caps.umr_modify_atomic_disabled)
+    if md.umr_missing == NULL:  # nobody said that it is not to be used
+        md.umr_missing = umr_missing(md)
 
 
 cdef uint64_t capability_flags(const md_t *md) noexcept nogil:
@@ -115,14 +144,15 @@ cdef object bind(md_t *md, uint32_t quarantine):
     if attr.flags & (UCXM_MD_FLAG_REG_DERIVED | UCXM_MD_FLAG_INVALIDATE_RMA):
         ops.key_create = mlx5_key_create
         ops.key_destroy = mlx5_key_destroy
+        ops.key_flush = mlx5_key_flush
     return md_bind(&ops, &EP_OPS, &attr, md, None)
 
 
 def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port=0, int gid_index=-1,
             uint32_t queue_depth=0, uint64_t max_msg=0, uint32_t quarantine=65536,
-            size_t context=0, size_t pd=0):
+            size_t context=0, size_t pd=0, umr="auto"):
     """Open the device `md_name` of the two libraries; or stand on an open `context` and its `pd`,
-    which are never closed here."""
+    which are never closed here.  `umr` is "auto" or "off"."""
     cdef ucxm_verbs_t *verbs = NULL
     cdef ucxm_mlx5_t *mlx5 = NULL
     cdef ucxm_error_t error
@@ -137,6 +167,9 @@ def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port=0, int gi
 
     if (context == 0) != (pd == 0):
         raise InvalidParamError("context and pd go together", op="open_md", component="ib_mlx5")
+    if umr not in ("auto", "off"):
+        raise InvalidParamError(f"umr is {umr!r}, not auto or off", op="open_md",
+                                component="ib_mlx5")
     load(verbs_path, mlx5_path, &verbs, &mlx5)
     memset(&error, 0, sizeof(error))
     memset(&config, 0, sizeof(config))
@@ -161,9 +194,14 @@ def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port=0, int gi
         md.software = software
         # Not the tags of a process that was here before: firmware may give us its indices.
         md.tag = ib_random_psn() % TAGS
+        if umr == "off":
+            md.umr_missing = b'umr="off"'
+        pool_init(md, quarantine)
         with nogil:
             status = md_setup(md, verbs, opened, <ibv_pd *>pd, owns, &config, &error)
     if md == NULL or status != UCXM_OK:
+        if md != NULL:
+            pool_clear(md)
         free(md)
         if owns:
             verbs.close_device(opened)

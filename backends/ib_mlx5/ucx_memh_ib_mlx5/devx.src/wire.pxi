@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# The control queue pair's work: one request and its completion, or many LOCAL_INVs by one doorbell.
+# The wire lock is held throughout.
+
+cdef enum:
+    POOL_DEPTH = 64      # LOCAL_INVs under way, and the most that one doorbell takes
+    POLL_BATCH = 16
+    INVALIDATE_SECONDS = 10  # what completes no sooner is given up
+
+
+cdef void pool_finish(pool_t *pool, key_t *key, ucxm_status_t status) noexcept nogil:
+    """Its end is known; progress() tells."""
+    key.status = status
+    pool_add(pool, &pool.finished, key)
+
+
+cdef void pool_seen(ib_control_t *control, const ibv_wc *wc) noexcept nogil:
+    """A completion that is good is so for all that was posted before, too.  Of what was posted
+    before a bad one nothing is known."""
+    cdef pool_t *pool = <pool_t *>control
+    if wc.status != IBV_WC_SUCCESS:
+        control.ready = 0
+        return
+    while pool.flying.head != NULL and pool.flying.head.wr <= wc.wr_id:
+        pool_finish(pool, list_take(&pool.flying), UCXM_OK)
+
+
+cdef void pool_drop(md_t *md) noexcept nogil:
+    """End the queue pair.  What is under way on it is never taken for done and never repeated: its
+    keys are destroyed, and what resists, its owner must try again."""
+    cdef pool_t *pool = &md.pool
+    cdef key_t *key
+    ib_control_drop(&md.ib, &pool.control)
+    while pool.flying.head != NULL:
+        key = list_take(&pool.flying)
+        key.state = KEY_LOST
+        pool_finish(pool, key, destroy_mkey(md, key, NULL))
+
+
+cdef void pool_poll(md_t *md) noexcept nogil:
+    """Take completions off the queue; one that is bad, or does not come, ends the queue pair."""
+    cdef pool_t *pool = &md.pool
+    cdef ibv_wc wc[POLL_BATCH]
+    cdef int i
+    cdef int count = POLL_BATCH
+    if pool.control.qp == NULL:
+        return
+    while count == POLL_BATCH:
+        count = ibv_poll_cq(pool.control.cq, POLL_BATCH, wc)
+        for i in range(count):
+            pool_seen(&pool.control, &wc[i])
+    if count < 0 or pool.flying.head != NULL and ib_coarse_ns() > pool.deadline:
+        pool.control.ready = 0
+    if not pool.control.ready:
+        pool_drop(md)
+
+
+cdef int pool_up(md_t *md) noexcept nogil:
+    """A queue pair in good health; an errno: there is none."""
+    if not md.pool.control.ready:
+        pool_poll(md)
+    return ib_control_up(&md.ib, &md.pool.control)
+
+
+cdef int pool_do(md_t *md, ibv_send_wr *wr, ibv_wc *wc) noexcept nogil:
+    """Post one request over a queue pair that is up, and wait for it.  An errno, or `wc` tells; if
+    it was not good the queue pair is gone, and with it the request."""
+    cdef int failed
+    ib_count(&md.pool.doorbells, 1)
+    memset(wc, 0, sizeof(wc[0]))
+    failed = ib_control_post(&md.ib, &md.pool.control, wr, wc)
+    if failed == 0:
+        pool_seen(&md.pool.control, wc)
+    if failed or wc.status != IBV_WC_SUCCESS:
+        pool_poll(md)
+    return failed
+
+
+cdef void pool_ring(md_t *md, key_t *key, uint32_t count) noexcept nogil:
+    """One doorbell for the last `count` of what flies, from `key` on."""
+    cdef pool_t *pool = &md.pool
+    cdef ibv_send_wr wrs[POOL_DEPTH]
+    cdef ibv_send_wr *bad = NULL
+    cdef uint32_t i
+    memset(wrs, 0, count * sizeof(wrs[0]))
+    for i in range(count):
+        pool.control.last += 1
+        key.wr = pool.control.last
+        wrs[i].wr_id = key.wr
+        wrs[i].opcode = IBV_WR_LOCAL_INV
+        wrs[i].invalidate_rkey = key.value
+        if i + 1 < count:
+            wrs[i].next = &wrs[i + 1]
+        key = key.next
+    wrs[count - 1].send_flags = IBV_SEND_SIGNALED
+    pool.deadline = ib_coarse_ns() + <uint64_t>INVALIDATE_SECONDS * 1000000000
+    ib_count(&pool.local_inv, count)
+    ib_count(&pool.doorbells, 1)
+    if ibv_post_send(pool.control.qp, wrs, &bad) != 0:
+        pool.control.ready = 0  # some may be done, and no completion will say so
+
+
+cdef uint32_t pool_post(md_t *md) noexcept nogil:
+    """Post what lies, as far as there is room; returns how many."""
+    cdef pool_t *pool = &md.pool
+    cdef key_t *first = NULL
+    cdef key_t *key
+    cdef uint32_t count = 0
+    cdef bint up
+    if ib_load32(&pool.pending.count) == 0:
+        return 0
+    up = pool_up(md) == 0
+    while pool.flying.count < POOL_DEPTH:
+        key = pool_take(pool, &pool.pending)
+        if key == NULL:
+            break
+        list_add(&pool.flying, key)
+        first = key if first == NULL else first
+        count += 1
+    if not up:
+        pool_drop(md)
+    elif count != 0:
+        pool_ring(md, first, count)
+    return count
+
+
+cdef void pool_init(md_t *md, uint32_t quarantine) noexcept nogil:
+    pthread_mutex_init(&md.pool.wire, NULL)
+    pthread_mutex_init(&md.pool.lock, NULL)
+    md.pool.control.depth = POOL_DEPTH + 1  # and a BIND_MW
+    md.pool.control.events = 1
+    md.pool.control.seen = pool_seen
+    md.pool.quarantine = quarantine
+
+
+cdef void pool_clear(md_t *md) noexcept nogil:
+    cdef pool_t *pool = &md.pool
+    cdef key_t *key
+    ib_control_clear(&md.ib, &pool.control)
+    pool_destroy_all(md, &pool.free)
+    pool_destroy_all(md, &pool.resting)
+    pool_destroy_all(md, &pool.stuck)
+    key = list_take(&pool.stuck)
+    while key != NULL:  # the device keeps it until its context is closed
+        free(key)
+        key = list_take(&pool.stuck)
+    pthread_mutex_destroy(&pool.wire)
+    pthread_mutex_destroy(&pool.lock)
