@@ -3,19 +3,16 @@
 
 import ctypes as c
 import gc
-import re
-from pathlib import Path
 
 import pytest
 
 import ucx_memh as um
+from _capi import Table, capsule, pointers
 from _fakes import Envelope, native
-from ucx_memh import capi, core
 from ucx_memh.testing import memh_pointer
 
 S = um.Status
 ALL = um.MemFlag.ACCESS_ALL
-assert capi  # what pyapi.h imports
 
 
 class Params(c.Structure):
@@ -34,30 +31,6 @@ class LongParams(Params):
     """Of a later version."""
 
     _fields_ = [("more", c.c_uint64 * 3)]
-
-
-def capsule(name: str) -> int:
-    get = c.pythonapi.PyCapsule_GetPointer
-    get.argtypes, get.restype = [c.py_object, c.c_char_p], c.c_void_p
-    return get(getattr(core, name), f"ucx_memh.core.{name}".encode())
-
-
-class Table:
-    """The calls by name; each argument is a ctypes object, and what comes back a Status."""
-
-    def __init__(self) -> None:
-        text = Path(um.get_include(), "ucx_memh", "memh.h").read_text()
-        text = text[text.index("typedef struct ucxm_api {") :]
-        self.at = capsule("_C_API")
-        self.names = re.findall(r"\(\*(\w+)\)\(", text[: text.index("} ucxm_api_t;")])
-
-    def __getattr__(self, name: str):
-        place = self.at + 16 + 8 * self.names.index(name)
-        address = c.c_void_p.from_address(place).value
-        if name.endswith("_release"):
-            return c.CFUNCTYPE(None)(address)
-        function = c.CFUNCTYPE(c.c_int32)(address)
-        return lambda *args: S(function(*args))
 
 
 @pytest.fixture(scope="module")
@@ -155,10 +128,6 @@ def test_many_registrations_lie_as_far_apart_as_they_say(table, fakes):
     table.ep_release(None)
     table.md_release(None)
     assert md.stats()["live_bases"] == 0
-
-
-def pointers(*memhs):
-    return (c.c_void_p * len(memhs))(*(memh and memh_pointer(memh) for memh in memhs))
 
 
 @pytest.mark.parametrize("destroy", ["now", "progress", "flush"])

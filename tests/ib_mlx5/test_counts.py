@@ -12,6 +12,7 @@ import struct
 import pytest
 
 import ucx_memh as um
+from _capi import Table, pointers
 from _sides import Wc, keys, link
 from ucx_memh import MemFlag, PackFlag
 from ucx_memh.testing import PoisonAllocator
@@ -47,15 +48,18 @@ class Counter:
         return counts | {n: v for n, v in stats.items() if n.startswith("device.")}
 
     def __call__(self):
-        """{command: how often}; the device's count and the backend's must agree."""
+        """{command or work request: how often}; the device's count and the backend's must agree."""
         now = self._look()
         change = {name: now[name] - self.last[name] for name in now if now[name] != self.last[name]}
         self.last = now
         sent = {name[7:]: change.pop(name) for name in [*change] if name.startswith("device.")}
+        sent = {f"wr.{name}" if name in self.REQUESTS else name: n for name, n in sent.items()}
+        rings = {name: sent.pop(name) for name in ("doorbells", "control_qp") if name in sent}
+        sent = {name: n for name, n in sent.items() if not name.startswith("pool_")}
         total = change.pop("total", 0)
         assert total == sum(n for name, n in change.items() if not name.startswith("wr."))
-        assert sent == change
-        return change
+        assert sent == {name: n for name, n in change.items() if name != "create_cq"}
+        return change | rings
 
 
 @pytest.fixture
@@ -93,6 +97,89 @@ def test_commands_of_a_life(owner, count):
     assert count() == {}
     base.dereg()
     assert count() == {"destroy_mkey": 2, "dereg_mr": 1}
+
+
+@pytest.mark.parametrize("umr", ["auto"])
+def test_work_requests_of_a_life(owner, count):
+    """One command makes a key for good; then each life of one is a BIND_MW and a LOCAL_INV."""
+    base = owner.mem_reg(bytearray(SIZE))
+    assert count() == {"reg_mr": 1}
+    first, second = base.derive(64, 4096), base.derive(64, 64, GET)
+    assert count() == {}
+    first.mkey_pack()
+    control = {"create_cq": 1, "create_qp": 1, "modify_qp": 3, "control_qp": 1}
+    assert count() == {"create_mkey": 1, "wr.bind_mw": 1, "doorbells": 1} | control
+    second.mkey_pack()
+    assert count() == {"create_mkey": 1, "wr.bind_mw": 1, "doorbells": 1}
+    for flags in (0, RMA, AMO, RMA | AMO, PackFlag.RAW):
+        first.mkey_pack(flags)
+    base.derive().invalidate()  # was never packed
+    base.mkey_pack()
+    assert count() == {}
+    first.invalidate()
+    assert count() == {"wr.local_inv": 1, "doorbells": 1}
+    second.dereg()
+    assert count() == {"wr.local_inv": 1, "doorbells": 1}
+    for _ in range(20):
+        win = base.derive()
+        win.mkey_pack()
+        assert count() == {"wr.bind_mw": 1, "doorbells": 1}
+        win.invalidate()
+        assert count() == {"wr.local_inv": 1, "doorbells": 1}
+    base.mkey_pack(RMA | AMO)
+    assert count() == {"create_mkey": 2}
+    base.dereg()
+    assert count() == {"destroy_mkey": 2, "dereg_mr": 1}
+
+
+DEPTH = 64  # what one doorbell takes
+
+
+@pytest.mark.parametrize("umr", ["auto"])
+@pytest.mark.parametrize("many", [1, DEPTH, DEPTH + 1, 200, 256, 300])
+def test_doorbells_of_many(owner, count, many):
+    """A batch of the embedders' table; it goes to the device in parts of 256."""
+    base = owner.mem_reg(bytearray(SIZE), MemFlag.DERIVED_ONLY)
+    base.derive().mkey_pack()
+    count()
+    wins = [base.derive(i * 64, 64) for i in range(many)]
+    for win in wins:
+        win.mkey_pack()
+    made = count()
+    assert (made["wr.bind_mw"], made["doorbells"]) == (many, many)
+    items = pointers(*wins)
+    table = Table()
+    assert table.mem_invalidate_many(items, ctypes.c_size_t(many), ctypes.c_uint32(0), None) == 0
+    rings = sum(-(-min(256, many - at) // DEPTH) for at in range(0, many, 256))
+    assert count() == {"wr.local_inv": many, "doorbells": rings}
+    assert all(win.state is um.MemhState.REVOKED for win in wins)
+
+
+@pytest.mark.parametrize("umr", ["auto"])
+def test_work_requests_do_not_depend_on_size(owner, count, attacker):
+    """4 KiB and 1 GiB: the same, one for each step."""
+    link(owner, attacker)
+    costs = []
+    for size in (4096, 4096, 1 << 30):
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY | MemFlag.LOCAL_READ | GET)
+        win = base.derive()
+        count()
+        rkey, _ = keys(win.mkey_pack())
+        steps = [count()]
+        last = win.address + size - 1
+        assert attacker.read(rkey, last, 1) == (Wc.SUCCESS, b"\0")
+        count()
+        win.invalidate()
+        costs.append([*steps, count()])
+        base.dereg()
+        memory.close()
+    assert costs[1] == costs[2]
+    assert costs[1] == [
+        {"wr.bind_mw": 1, "doorbells": 1},
+        {"wr.local_inv": 1, "doorbells": 1},
+    ]
 
 
 def test_commands_of_a_peer(owner, count):

@@ -14,6 +14,13 @@ SIZE = 64 << 10
 TAGS = 251  # values that the backend makes of one index
 
 
+@pytest.fixture(params=["auto", "off"], ids=lambda umr: f"umr {umr}")
+def umr(request):
+    """Keys from the pool, which lets an index rest; and by command, where the core has to see to
+    it."""
+    return request.param
+
+
 def value(win):
     return keys(win.mkey_pack())[0]
 
@@ -38,8 +45,9 @@ def test_64_and_64_more(owner, library):
     assert len({number >> 8 for number in seen}) <= 64 + 8  # these indices came back all the time
 
 
-def test_one_after_the_other(owner, soft):
-    """The same index again and again: when its tags are used up its values are parked."""
+def test_one_after_the_other(owner, soft, umr):
+    """The same index again and again: when its tags are used up its values are parked, or it
+    rests."""
     base = owner.mem_reg(bytearray(SIZE), MemFlag.DERIVED_ONLY)
     live = soft.stat("mkeys.live")
     seen = set()
@@ -51,6 +59,13 @@ def test_one_after_the_other(owner, soft):
         seen.add(number)
         win.invalidate()
     stats = owner.stats()
+    if umr == "auto":
+        assert (stats["device.pool_free"], stats["device.pool_resting"]) == (0, 3)
+        assert (stats["key_placeholders"], stats["keys_parked"]) == (0, 0)
+        assert (stats["device.create_mkey"], stats["device.destroy_mkey"]) == (3, 0)
+        assert (stats["device.bind_mw"], stats["device.local_inv"]) == (rounds, rounds)
+        assert soft.stat("mkeys.live") == live + 3
+        return
     # Each index whose tags were used up: four keys too many, and one that keeps the index busy.
     held = stats["key_placeholders"]
     assert held == 2
@@ -61,7 +76,7 @@ def test_one_after_the_other(owner, soft):
 
 
 @pytest.mark.parametrize("width", [1, 64])
-def test_more_revocations_than_the_quarantine_is_long(owner, soft, width):
+def test_more_revocations_than_the_quarantine_is_long(owner, soft, umr, width):
     """A lease per request, for ever: never a dead end, never a value too early, bounded memory.
 
     With several live at a time, in random order, an index gets its tags in random order, too.
@@ -83,7 +98,14 @@ def test_more_revocations_than_the_quarantine_is_long(owner, soft, width):
     stats = owner.stats()
     assert stats["keys_quarantined"] == window
     used_up = stats["key_placeholders"]
-    if width == 1:
+    if umr == "auto":
+        assert (used_up, stats["keys_parked"], stats["device.destroy_mkey"]) == (0, 0, 0)
+        made = stats["device.create_mkey"]
+        if width == 1:  # those that rest together, and the one in use
+            assert made == -(-window // TAGS) + 1
+        else:
+            assert made <= -(-window // TAGS) + 2 * width
+    elif width == 1:
         assert window // 256 <= used_up <= window // TAGS + 24
     else:
         assert window // 256 <= used_up <= window // 64
@@ -111,9 +133,10 @@ def test_an_old_key_never_reaches_the_next_owner(owner, attacker):
         win.invalidate()
 
 
-def test_its_length_is_the_callers(tidy):
+def test_its_length_is_the_callers(tidy, umr):
     """As many destructions as it says, and not one more."""
-    with opened(quarantine=TAGS) as short, opened(quarantine=TAGS - 1) as shorter:
+    configs = [{"quarantine": length, "umr": umr} for length in (TAGS, TAGS - 1)]
+    with opened(**configs[0]) as short, opened(**configs[1]) as shorter:
         for md, parked in ((short, True), (shorter, False)):
             base = md.mem_reg(bytearray(64), MemFlag.DERIVED_ONLY)
             values = []
@@ -121,7 +144,8 @@ def test_its_length_is_the_callers(tidy):
                 win = base.derive()
                 values.append(value(win))
                 win.invalidate()
-            assert bool(md.stats()["keys_parked"]) == parked
+            held = "device.pool_resting" if umr == "auto" else "keys_parked"
+            assert bool(md.stats()[held]) == parked
             assert (values[TAGS] == values[0]) == (not parked)
             assert len(set(values[:TAGS])) == TAGS
 
@@ -145,6 +169,7 @@ def test_a_fixed_index(owner, soft):
     assert index not in indices[TAGS:]
 
 
+@pytest.mark.parametrize("umr", ["off"])
 def test_when_only_revoked_values_are_offered(owner, soft, library):
     """It says so after eight tries, having changed nothing; what was handed out works on."""
     memory = bytearray(range(256)) * (SIZE // 256)
@@ -176,3 +201,33 @@ def test_when_only_revoked_values_are_offered(owner, soft, library):
     # It has got on: the next try has eight indices less to refuse.
     assert value(win) not in seen
     assert library.get(win.mkey_pack(), 0, 64) == memory[:64]
+
+
+@pytest.mark.parametrize("umr", ["auto"])
+def test_the_pool_gets_indices_that_commands_have_used_up(owner, soft, library):
+    """A new key of the pool's whose value is in quarantine rests, and another one is made."""
+    memory = bytearray(range(256)) * (SIZE // 256)
+    base = owner.mem_reg(memory, MemFlag.DERIVED_ONLY)
+    link(owner, library)
+    ep = owner.endpoint()
+    width = 10
+    seen = set()
+    for _ in range(TAGS):
+        wins = [base.derive(endpoint=ep) for _ in range(width)]
+        seen |= {value(win) for win in wins}
+        for win in wins:
+            win.invalidate()
+    assert len(seen) == width * TAGS
+    before = owner.stats()
+    assert before["device.bind_mw"] == 0
+    win = base.derive()
+    assert value(win) not in seen
+    assert library.get(win.mkey_pack(), 0, 64) == memory[:64]
+    after = owner.stats()
+    refused = after["keys_parked"] - before["keys_parked"]
+    assert after["device.pool_resting"] == refused == after["device.local_inv"]
+    assert refused + after["key_placeholders"] - before["key_placeholders"] == width
+    assert after["device.pool_used"] == 1
+    win.invalidate()
+    ep.close()
+    base.dereg()

@@ -147,6 +147,11 @@ int sm_fault_set(const char *spec)
     return 0;
 }
 
+bool sm_fault_any(void)
+{
+    return atomic_load_explicit(&faults_armed, memory_order_relaxed);
+}
+
 bool sm_fault_hit(const char *command, struct sm_fault *out)
 {
     bool hit = false;

@@ -141,6 +141,7 @@ struct sm_fault {
 };
 
 /* Consumes one call of `command`; true when it is to be refused. */
+bool sm_fault_any(void);
 bool sm_fault_hit(const char *command, struct sm_fault *out);
 /* The same for calls that know only an errno; 0 = go on. */
 int sm_fault_errno(const char *command);
@@ -521,7 +522,7 @@ void sm_cq_forget(struct sm_cq *cq, const struct sm_qp *qp);
 
 enum sm_wqe_state { SM_WQE_QUEUED, SM_WQE_RING, SM_WQE_DONE };
 
-enum { SM_NEVER = 255 };
+enum { SM_HELD = 255 };
 
 struct sm_wqe {
     uint64_t wr_id;
@@ -536,7 +537,7 @@ struct sm_wqe {
     enum sm_wqe_state state;
     enum ibv_wc_status status;
     struct sm_bind bind;
-    uint8_t fault; /* a completion status that was injected, or SM_NEVER */
+    uint8_t fault; /* a completion status that was injected, or SM_HELD */
 };
 
 struct sm_rqe {

@@ -418,7 +418,7 @@ static enum ibv_wc_status run_local(struct sm_qp *qp, const struct sm_wqe *w)
     bool binds = w->op == IBV_WR_BIND_MW;
     enum ibv_wc_status s;
 
-    if (w->fault)
+    if (w->fault && w->fault != SM_HELD)
         return (enum ibv_wc_status)w->fault;
     pthread_mutex_unlock(&qp->lock);
     s = binds ? sm_mkey_bind(qp->ctx, &bind)
@@ -432,7 +432,7 @@ static bool must_wait(const struct sm_qp *qp, const struct sm_wqe *w)
     const struct sm_flow *f = qp->out;
 
     if (is_local(w->op))
-        return w->fault == SM_NEVER ||
+        return (w->fault == SM_HELD && sm_fault_any()) ||
                ((w->flags & IBV_SEND_FENCE) && qp->sq_head != qp->sq_pumped);
     return !f || f->state != SM_FLOW_READY ||
            f->head - atomic_load_explicit(&f->shm->done, memory_order_acquire) >= SM_RING;

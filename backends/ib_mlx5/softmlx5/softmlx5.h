@@ -45,7 +45,7 @@ int softmlx5_stat_names(char *buf, size_t size);
  * all)
  *
  * Of the two work requests errno is post_send's, and status the completion's, with nothing done;
- * 255: it never completes, nor does what is posted behind it.
+ * 255: it waits, and what is posted behind it, until the faults are cleared.
  */
 int softmlx5_fault(const char *spec);
 
