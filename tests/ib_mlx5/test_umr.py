@@ -3,6 +3,7 @@
 
 import mmap
 import select
+import threading
 
 import pytest
 
@@ -273,6 +274,58 @@ def test_an_event_wakes_who_sleeps(owner, base, soft):
         owner.progress()
     assert ready.poll(20) == []
     assert seen == [Status.OK, Status.OK]
+
+
+# ---- threads ----
+
+
+@pytest.mark.parametrize("fault", ["", "local_inv:status=6,after=100,count=3", "bind_mw:status=6"])
+def test_threads_share_the_pool(owner, base, soft, fault):
+    """Some derive and revoke, with and without waiting, while one progresses, arms and counts."""
+    rounds, threads = 150, 4
+    told, failed, kept = [], [], []
+    stop = threading.Event()
+
+    def lives(index):
+        try:
+            for turn in range(rounds):
+                win = base.derive(64 * index, 64)
+                kept.append(win)
+                win.mkey_pack()
+                win.invalidate(told.append if turn % 2 else None)
+        except BaseException as error:
+            failed.append(error)
+
+    def look():
+        while not stop.is_set():
+            owner.progress()
+            owner.arm()
+            owner.stats()
+            owner.explain()
+
+    soft.fault(fault)
+    watcher = threading.Thread(target=look)
+    workers = [threading.Thread(target=lives, args=(index,)) for index in range(threads)]
+    for thread in (watcher, *workers):
+        thread.start()
+    for thread in workers:
+        thread.join(60)
+    stop.set()
+    watcher.join(60)
+    progressed(owner, lambda: owner.stats()["live_derived"] == 0)
+    assert failed == []
+    assert told == [Status.OK] * (threads * rounds // 2)
+    creates, destroys, binds, ends = sent(owner)
+    free, used, resting = pool(owner)
+    # The index of a key that was destroyed comes back at once, with values that were used before.
+    refused, held = (owner.stats()[name] for name in ("keys_parked", "key_placeholders"))
+    assert (used, creates - destroys) == (0, free + resting + held)
+    assert ends == threads * rounds + refused
+    # A bind behind an invalidation that fails is flushed, and made once more.
+    assert ends <= binds <= ends + destroys
+    assert (refused, binds) == (0, ends) or fault
+    assert bool(destroys) == bool(fault)
+    base.dereg()
 
 
 # ---- the domain ----

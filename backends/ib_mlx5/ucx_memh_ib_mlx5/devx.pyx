@@ -211,7 +211,7 @@ cdef struct md_t:
     const char *umr_missing  # why no key is aimed by work requests; NULL: they are
     uint64_t page
     uint32_t pdn
-    uint8_t tag             # of the next key
+    uint8_t tag             # of the next key; under the core's key lock
     uint8_t software
     uint8_t can_derive
     uint8_t can_atomic      # indirect keys may carry the atomic right

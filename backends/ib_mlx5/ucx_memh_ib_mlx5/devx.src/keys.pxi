@@ -32,7 +32,7 @@ cdef uint8_t next_tag(md_t *md) noexcept nogil:
 
 cdef void mkey_describe(const md_t *md, const ucxm_memh_own_t *own, uint32_t lkey, uint8_t kind,
                         mlx5_mkey_t *mkey) noexcept nogil:
-    """The mkey of that kind for a handle."""
+    """The mkey of that kind for a handle, but for its tag."""
     cdef uint64_t rights = own.rights
     memset(mkey, 0, sizeof(mkey[0]))
     if kind == UCXM_KEY_DERIVED:
@@ -47,7 +47,6 @@ cdef void mkey_describe(const md_t *md, const ucxm_memh_own_t *own, uint32_t lke
     mkey.lkey = lkey
     mkey.pdn = md.pdn
     mkey.qpn = PRM_QPN_ANY if own.ep == NULL else ib_ep_qpn(own.ep)
-    mkey.tag = md.tag
 
 
 cdef ucxm_status_t mkey_check(const md_t *md, const mlx5_mkey_t *mkey,
@@ -131,9 +130,9 @@ def create_mkey_mailbox(kind, address, length, rights, *, lkey, pdn, qpn=0xfffff
     md.page = page
     md.caps.atomic_align = atomic_align
     md.pdn = pdn
-    md.tag = tag
     mkey_describe(&md, &own, lkey, kinds[kind], &mkey)
     mkey.qpn = qpn
+    mkey.tag = tag
     size = mlx5_create_mkey_size(&mkey)
     box = <uint8_t *>calloc(1, size)
     if box == NULL:

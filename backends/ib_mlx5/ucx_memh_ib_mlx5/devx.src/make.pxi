@@ -35,6 +35,7 @@ cdef ucxm_status_t mlx5_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key
         return status
     if slot.kind == UCXM_KEY_DERIVED and command_reason(md, ucxm_memh_own(memh)) == NULL:
         return pool_key_create(md, memh, slot, error)
+    mkey.tag = md.tag
     status = create_mkey(md, &mkey, slot, error)
     if status == UCXM_OK:
         next_tag(md)
