@@ -73,6 +73,7 @@ static void one_round(int n, ucxm_ep_t *mine, ucxm_ep_t *peers, unsigned char fi
     ucxm_error_t error;
     ucxm_status_t status;
     size_t length = 0;
+    const int before = completions[n];
 
     GOOD(ucxm->mem_derive(base, (uint64_t)n * PART, PART, UCXM_RIGHTS_ALL, NULL, &window, &error));
     GOOD(ucxm->mkey_pack(window, 0, NULL, &length, &error));
@@ -96,7 +97,7 @@ static void one_round(int n, ucxm_ep_t *mine, ucxm_ep_t *peers, unsigned char fi
     CHECK((unsigned char)transfer.result == fill);
 
     status = ucxm->mem_invalidate(window, 0, &done.comp, &error);
-    while (status == UCXM_INPROGRESS && !__atomic_load_n(done.count, __ATOMIC_RELAXED))
+    while (status == UCXM_INPROGRESS && __atomic_load_n(done.count, __ATOMIC_RELAXED) == before)
         ucxm->md_progress(md);
     CHECK(status >= 0);
     transfer.kind = UCXM_OP_GET;
