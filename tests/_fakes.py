@@ -135,6 +135,8 @@ class Books(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("pending", "closing")),
         ("failed", ctypes.c_int32),
         ("touched", ctypes.c_uint32),
+        *((name, ctypes.c_void_p) for name in ("object", "left", "right")),
+        ("reach", ctypes.c_uint64),
     ]
 
 

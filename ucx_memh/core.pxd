@@ -22,6 +22,17 @@ cdef class Memh:
     cdef Md md
     cdef object base_or_none
     cdef Endpoint bound
+    cdef object keeper
+    cdef object __weakref__
+
+cdef class MemhArray:
+    cdef ucxm_memh_t **memhs
+    cdef ucxm_status_t *each
+    cdef size_t count
+    cdef Md md
+    cdef object base_or_none
+    cdef Endpoint bound
+    cdef str op
     cdef object __weakref__
 
 cdef class Rkey:

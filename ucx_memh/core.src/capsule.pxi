@@ -43,13 +43,9 @@ cdef void *pointer_of_ep(object endpoint) except NULL:
 
 
 cdef object wrap_memh(object md, ucxm_memh_t *memh):
-    cdef Memh wrapped
     if <void *>md_of(memh) != <void *>(<Md?>md).md:
         raise _errors.InvalidParamError("a handle of another Md", op="wrap_memh")
-    wrapped = Memh.__new__(Memh)
-    wrapped.memh = memh
-    wrapped.md = md
-    return wrapped
+    return memh_wrap(memh, md, None, None, None)
 
 
 cdef object wrap_rkey(object md, ucxm_rkey_t *rkey):

@@ -71,6 +71,8 @@ cdef struct md_t:
     uint32_t live_rkeys
     uint32_t live_endpoints
     ucxm_memh_t *bases
+    ucxm_memh_t *index[2]    # of bases, of derived handles
+    uint32_t indexed         # somebody has searched
     ep_t *endpoints
     pthread_mutex_t key_lock  # making and destroying native keys; quarantine; parked
     quarantine_t quarantine

@@ -14,6 +14,18 @@ cdef md_t *md_use(Md self, str op) except NULL:
     return md
 
 
+cdef object memh_object(ucxm_memh_t *memh):
+    """Its object, made if an array has it; None: C code's."""
+    cdef PyObject *holder = books_of(memh).object
+    if holder == NULL:
+        return None
+    if not is_dying(holder):
+        if type(<object>holder) is MemhArray:
+            return array_item(<MemhArray>holder, memh)
+        return <Memh>holder
+    return None
+
+
 cdef object ZERO = 0  # CPython has one of it: a default argument is known by being it
 
 
@@ -34,7 +46,6 @@ cdef Memh base_wrap(Md self, reg_t *reg, str op):
     cdef ucxm_memh_t *memh = NULL
     cdef ucxm_error_t error
     cdef ucxm_status_t status
-    cdef Memh base
     cdef uint64_t address = reg.pub.address
     cdef uint64_t length = reg.pub.length
     error_clear(&error)
@@ -45,10 +56,7 @@ cdef Memh base_wrap(Md self, reg_t *reg, str op):
             status = mem_reg(md, reg, &memh, &error)
     if status != UCXM_OK:
         raise failure(status, op, md, &error, {"address": address, "length": length})
-    base = Memh.__new__(Memh)
-    base.memh = memh
-    base.md = self
-    return base
+    return memh_wrap(memh, self, None, None, None)
 
 
 cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
@@ -268,6 +276,118 @@ cdef class Md:
             Py_INCREF(owner)
             reg.owner = <PyObject *>owner
         return base_wrap(self, reg, "mem_adopt")
+
+    def mem_reg_many(self, buffers=None, flags=None, *, addresses=None, lengths=None, owner=None,
+                     partial=False):
+        """Register many regions; returns a MemhArray of their bases.
+
+        `buffers` is any iterable of C-contiguous buffers; or `addresses` and `lengths` in bytes
+        are arrays of 64-bit integers (NumPy's, or of any buffer), sequences, or one number for
+        all, of memory that `owner` keeps alive.  `flags` as for mem_reg, for all of them.  All are
+        registered or none: the error of the first that cannot be is raised, with
+        `context["item"]` and `.statuses` of all.  With `partial` those that can be are, and
+        `MemhArray.status` tells.  Registers without the GIL.
+        """
+        cdef md_t *md = md_use(self, "mem_reg_many")
+        cdef Numbers starts = None
+        cdef Numbers sizes = None
+        cdef uint64_t asked = 0
+        if flags is not None:
+            asked = as_access(flags, "mem_reg_many")
+        if (buffers is None) == (addresses is None) or (addresses is None) != (lengths is None):
+            raise _errors.InvalidParamError("give buffers, or addresses and lengths",
+                                            op="mem_reg_many", component=md_component(md))
+        if buffers is None:
+            starts = numbers_of(addresses, "addresses", "mem_reg_many")
+            sizes = numbers_of(lengths, "lengths", "mem_reg_many")
+            if starts.items == NULL or sizes.items != NULL and starts.count != sizes.count:
+                raise _errors.InvalidParamError(
+                    "addresses must be an array, and lengths as long or one number",
+                    op="mem_reg_many", component=md_component(md))
+        return reg_many(self, md, None if buffers is None else list(buffers), starts, sizes, owner,
+                        asked, flags is None, partial)
+
+    def mkey_pack_many(self, memhs, buffer=None, flags=0, stride=None, partial=False):
+        """Pack the keys of many handles into one buffer; returns PackedKeys.
+
+        `memhs` is a MemhArray, or an iterable of Memh objects, of this Md.  Key i goes to
+        `i * stride` bytes behind the start of `buffer` (a new bytearray by default); `stride`
+        defaults to the longest key there is (`attr.key_size_max`).  `flags` as for
+        Memh.mkey_pack.  Every item is tried; then the error of the first that failed is raised,
+        with `context["item"]` and `.statuses`, unless `partial`.  Runs without the GIL.
+        """
+        cdef md_t *md = md_use(self, "mkey_pack_many")
+        cdef uint64_t wanted = as_u64(flags, "flags", "mkey_pack_many")
+        cdef uint64_t step
+        if wanted > 0xffffffff:
+            raise _errors.InvalidParamError("unknown pack flags", op="mkey_pack_many",
+                                            component=md_component(md))
+        if stride is not None:
+            step = as_u64(stride, "stride", "mkey_pack_many")
+        elif wanted & UCXM_PACK_RAW:
+            step = max(md.attr.rkey_raw_size, <size_t>1)
+        else:
+            step = UCXM_KEY_HEADER_SIZE + md.attr.rkey_packed_size
+        return pack_many(self, handles_of(self, memhs, "mkey_pack_many"), buffer, wanted, step,
+                         partial)
+
+    def invalidate_many(self, memhs, partial=False):
+        """Memh.invalidate of many; returns when the keys of all are gone, with their statuses.
+
+        `memhs` is a MemhArray, or an iterable of Memh objects, of this Md.  Every item is tried,
+        in order, and the device gets the revocations together where it can take them so.  Then
+        the error of the first that failed is raised, with `context["item"]` and `.statuses`;
+        with `partial` the statuses (a memoryview of int32) are only returned.  Runs without the
+        GIL.
+        """
+        cdef md_t *md = md_use(self, "invalidate_many")
+        cdef Handles handles = handles_of(self, memhs, "invalidate_many")
+        many_revoke(handles.memhs, handles.count, False, handles.each)
+        return many_result(handles.each, handles.count, partial, "invalidate_many", md)
+
+    def dereg_many(self, memhs, partial=False):
+        """Memh.dereg of many, as invalidate_many; what is closed already is OK."""
+        cdef md_t *md = md_use(self, "dereg_many")
+        cdef Handles handles = handles_of(self, memhs, "dereg_many")
+        many_revoke(handles.memhs, handles.count, True, handles.each)
+        return many_result(handles.each, handles.count, partial, "dereg_many", md)
+
+    def find(self, address, length=1, derived=None):
+        """The live handles that cover `length` bytes at `address`: a list of Memh objects.
+
+        Bases first, then derived handles, each kind by address; ranges may overlap.  `derived`
+        False: bases only; True: derived handles only.  Takes time with the logarithm of the
+        number of handles, and with the number found; the first call also looks at every handle
+        once.  Handles that C code holds alone are not found.
+        """
+        cdef md_t *md = md_use(self, "find")
+        cdef uint64_t start = as_u64(address, "address", "find")
+        cdef uint64_t size = as_u64(length, "length", "find")
+        cdef uint32_t kinds = 3 if derived is None else 2 if derived else 1
+        cdef ucxm_memh_t *few[16]
+        cdef ucxm_memh_t **found = few
+        cdef size_t room = 16
+        cdef size_t count, i
+        # With the GIL: objects come and go under it.
+        count = md_find(md, start, size, kinds, found, room, True)
+        while count > room:
+            for i in range(room):
+                memh_put(found[i])
+            if found != few:
+                free(found)
+            room = count + count // 8
+            found = <ucxm_memh_t **>malloc(room * sizeof(ucxm_memh_t *))
+            if found == NULL:
+                raise _errors.NoMemoryError(op="find", component=md_component(md))
+            count = md_find(md, start, size, kinds, found, room, True)
+        try:
+            return [memh for memh in [memh_object(found[i]) for i in range(count)]
+                    if memh is not None]
+        finally:
+            for i in range(count):
+                memh_put(found[i])
+            if found != few:
+                free(found)
 
     def rkey_unpack(self, key):
         """Make a packed key usable and return its Rkey (uct_rkey_unpack).

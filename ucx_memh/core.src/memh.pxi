@@ -18,6 +18,10 @@ cdef void init_books(ucxm_memh_t *memh, md_t *md, const plan_t *plan) noexcept n
     books.closing = 0
     books.failed = UCXM_OK
     books.touched = 0
+    books.object = NULL
+    books.left = NULL
+    books.right = NULL
+    books.reach = 0
 
 
 cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent,
@@ -116,6 +120,8 @@ cdef inline void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     if head[0] != NULL:
         books_of(head[0]).prev = memh
     head[0] = memh
+    if md.indexed:
+        index_insert(index_root(md, memh), memh)
 
 
 cdef inline void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
@@ -137,6 +143,8 @@ cdef inline void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
         books_of(books.next).prev = books.prev
     books.next = NULL
     books.prev = NULL
+    if md.indexed:
+        index_erase(index_root(md, memh), memh)
 
 
 cdef inline void memh_get(ucxm_memh_t *memh) noexcept nogil:
@@ -222,6 +230,56 @@ cdef void memh_undo(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     memh_put(memh)
 
 
+cdef void memh_place(md_t *md, ucxm_memh_t *memh, uint64_t address,
+                     uint64_t length) noexcept nogil:
+    """An adopted registration tells its range when it has been taken."""
+    spin_lock(&md.tree_lock)
+    if md.indexed:
+        index_erase(index_root(md, memh), memh)
+    ucxm_memh_own(memh).address = address
+    ucxm_memh_own(memh).length = length
+    if md.indexed:
+        index_insert(index_root(md, memh), memh)
+    spin_unlock(&md.tree_lock)
+
+
+cdef void index_below(md_t *md, ucxm_memh_t *memh) noexcept nogil:
+    """Into the index with these siblings and all that was derived from them."""
+    while memh != NULL:
+        index_insert(index_root(md, memh), memh)
+        if books_of(memh).children != NULL:
+            memh = books_of(memh).children
+            continue
+        while memh != NULL and books_of(memh).next == NULL:
+            memh = memh.id.parent
+        if memh != NULL:
+            memh = books_of(memh).next
+
+
+cdef size_t md_find(md_t *md, uint64_t address, uint64_t length, uint32_t kinds,
+                    ucxm_memh_t **found, size_t room, bint hold) noexcept nogil:
+    """Live handles that cover address .. +length, bases before derived ones, each by address.
+
+    As many as there is room for, with a reference if `hold`; returns how many there are.
+    """
+    cdef size_t count = 0
+    cdef size_t i
+    if length > UINT64_MAX - address:
+        return 0
+    spin_lock(&md.tree_lock)
+    if not md.indexed:
+        md.indexed = 1
+        index_below(md, md.bases)
+    for i in range(2):
+        if kinds & <uint32_t>1 << i:
+            index_cover(md.index[i], address, length, found, room, &count)
+    for i in range(min(count, room)):
+        if hold:
+            memh_get(found[i])
+    spin_unlock(&md.tree_lock)
+    return count
+
+
 cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
                            ucxm_error_t *error) noexcept nogil:
     """Register what the prepared Registration says; takes it over, also on failure.
@@ -252,9 +310,8 @@ cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
         memh_undo(md, memh)
         return status
     memh.inherited.lkey = reg.pub.lkey
-    # An adopted registration tells its range only now.
-    ucxm_memh_own(memh).address = reg.pub.address
-    ucxm_memh_own(memh).length = reg.pub.length
+    if reg.pub.adopt != NULL:
+        memh_place(md, memh, reg.pub.address, reg.pub.length)
     ucxm_memh_own(memh).slot[UCXM_SLOT_PLAIN].value = reg.pub.rkey
     md.ops.tail_init(md.priv, memh, ucxm_memh_inherited_tail(memh), ucxm_memh_own_tail(memh))
     store32(&books_of(memh).pending, 0)

@@ -63,6 +63,18 @@ cdef int revoke_object(Memh self, bint closing, object callback, str op) except 
     return 0
 
 
+cdef Memh memh_wrap(ucxm_memh_t *memh, Md md, object base, Endpoint bound, object keeper):
+    """The object of a handle, which it owns unless somebody keeps that for it."""
+    cdef Memh self = Memh.__new__(Memh)
+    self.memh = memh
+    self.md = md
+    self.base_or_none = base
+    self.bound = bound
+    self.keeper = keeper
+    books_of(memh).object = <PyObject *>self
+    return self
+
+
 @cython.final
 @cython.no_gc
 @cython.freelist(64)
@@ -81,6 +93,11 @@ cdef class Memh:
         cdef ucxm_memh_t *memh = self.memh
         if memh == NULL:
             return
+        if self.keeper is not None:  # the array has it, and may be asked for it again
+            if books_of(memh).object == <PyObject *>self:
+                books_of(memh).object = <PyObject *>self.keeper
+            return
+        books_of(memh).object = NULL
         if load32(&memh.id.state) == UCXM_MEMH_CLOSED or md_of(memh).attr.fast_reg:
             md_drop(md_of(memh), memh, memh_drop)
         else:
@@ -186,7 +203,6 @@ cdef class Memh:
         cdef ucxm_ep_t *ep = NULL
         cdef ucxm_error_t error
         cdef ucxm_status_t status
-        cdef Memh derived
         error_clear(&error)
         if length is not None:
             size = as_u64(length, "length", "derive")
@@ -202,12 +218,25 @@ cdef class Memh:
             status = mem_derive(self.memh, start, size, grant, ep, &memh, &error)
         if status != UCXM_OK:
             raise memh_failure(status, "derive", self.memh, &error)
-        derived = Memh.__new__(Memh)
-        derived.memh = memh
-        derived.md = self.md
-        derived.base_or_none = self
-        derived.bound = endpoint if endpoint is not None else self.bound
-        return derived
+        return memh_wrap(memh, self.md, self, endpoint if endpoint is not None else self.bound,
+                         None)
+
+    def derive_many(self, offsets, lengths=None, flags=None, endpoint=None, *, partial=False):
+        """Many new handles, as derive makes one; returns a MemhArray.
+
+        `offsets` and `lengths` in bytes: arrays of 64-bit integers (NumPy's, or of any buffer),
+        sequences, or one number for all; lengths None: to the end.  All are made or none: the
+        error of the first that cannot be is raised, with `context["item"]` and `.statuses` of all.
+        With `partial` those that can be made are, and `MemhArray.status` tells.  Runs without the
+        GIL; several times cheaper for each handle than derive.
+        """
+        cdef uint64_t grant = ucxm_memh_own(self.memh).grant
+        if flags is not None:
+            grant = as_access(flags, "derive_many")
+        return derive_many(
+            self, numbers_of(offsets, "offsets", "derive_many"),
+            None if lengths is None else numbers_of(lengths, "lengths", "derive_many"), grant,
+            <Endpoint?>endpoint if endpoint is not None else None, partial)
 
     def mkey_pack(self, flags=0):
         """The bytes that a peer needs to reach this memory (uct_md_mkey_pack_v2).

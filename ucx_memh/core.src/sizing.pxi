@@ -19,6 +19,10 @@ cdef struct books_t:
     uint32_t closing         # CLOSING, ORPHAN, HOLDS_PARENT
     ucxm_status_t failed     # how the last destruction by the device ended
     uint32_t touched         # somebody has begun to make a key for it
+    PyObject *object         # who wraps it, while that lives: a Memh, or a MemhArray
+    ucxm_memh_t *left        # in the Md's index, if there is one: this and the next two
+    ucxm_memh_t *right
+    uint64_t reach           # the highest end of a range in its subtree
 
 cdef enum:
     AT_WORK = 0xffff

@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Thousands of handles at once: MemhArray, and what Python hands in and gets back for them.
+
+import array as _array
+
+cdef extern from *:
+    Py_ssize_t refcount "Py_REFCNT" (PyObject *holder)
+
+cdef enum:
+    MANY_SLICE = 1024   # items between two looks at signals
+
+
+cdef class Numbers:
+    """64-bit numbers, one for each item: an array of them, any sequence, or one for all."""
+
+    cdef Py_buffer view
+    cdef bint exported
+    cdef const uint64_t *items
+    cdef uint64_t all
+    cdef size_t count       # 0: `all` is for each
+
+    def __dealloc__(self):
+        if self.exported:
+            PyBuffer_Release(&self.view)
+
+    cdef inline uint64_t at(self, size_t i) noexcept nogil:
+        return self.items[i] if self.items != NULL else self.all
+
+
+cdef Numbers numbers_of(object given, str name, str op):
+    cdef Numbers numbers = Numbers.__new__(Numbers)
+    cdef size_t i
+    if hasattr(type(given), "__index__"):
+        numbers.all = as_u64(given, name, op)
+        return numbers
+    if not PyObject_CheckBuffer(given):
+        try:
+            given = _array.array("Q", given)
+        except (TypeError, OverflowError, ValueError) as error:
+            raise _errors.InvalidParamError(f"{name}: {error}", op=op) from None
+    get_buffer(given, &numbers.view, False, op)
+    numbers.exported = True
+    kind = numbers.view.format.decode() if numbers.view.format != NULL else "B"
+    if numbers.view.ndim != 1 or numbers.view.itemsize != 8 or kind.lstrip("@=<") not in (
+            "Q", "L", "N", "q", "l", "n"):
+        raise _errors.InvalidParamError(
+            f"{name} must be one row of 64-bit integers, not {numbers.view.ndim} dimensions of "
+            f"format {kind!r}", op=op)
+    numbers.items = <const uint64_t *>numbers.view.buf
+    numbers.count = <size_t>numbers.view.len // 8
+    if kind.endswith(("q", "l", "n")):
+        for i in range(numbers.count):
+            if numbers.items[i] >> 63:
+                raise _errors.InvalidParamError(f"{name}[{i}] is negative", op=op)
+    return numbers
+
+
+cdef object statuses_of(const ucxm_status_t *each, size_t count):
+    """A copy, for Python: one int32 for each item."""
+    return memoryview(PyBytes_FromStringAndSize(
+        <const char *>each, count * sizeof(ucxm_status_t))).cast("i")
+
+
+cdef object many_failure(ucxm_status_t *each, size_t count, size_t first, str op, md_t *md,
+                         ucxm_error_t *error, dict context):
+    """The error of the first item that failed; it has the statuses of all."""
+    context["item"] = first
+    reason = failure(each[first], op, md, error, context)
+    reason.statuses = statuses_of(each, count)
+    return reason
+
+
+cdef inline size_t first_failed(const ucxm_status_t *each, size_t count) noexcept nogil:
+    cdef size_t i = 0
+    while i < count and each[i] == UCXM_OK:
+        i += 1
+    return i
+
+
+@cython.final
+@cython.no_gc
+cdef class MemhArray:
+    """Many handles of one Md in one object (`Md.mem_reg_many`, `Memh.derive_many`).
+
+    A sequence of Memh objects, which are made when they are asked for; at a hundred bytes less and
+    a tenth of the time for each handle that nobody looks at.  A context manager that deregisters
+    all.  The handles live as long as it, or an object got from it, does.  Any thread may use it.
+    """
+
+    def __init__(self):
+        raise TypeError("MemhArray objects are made by Md.mem_reg_many() and Memh.derive_many()")
+
+    def __dealloc__(self):
+        cdef md_t *md = NULL
+        cdef size_t i
+        if self.memhs != NULL:
+            md = <md_t *>self.md.md
+            for i in range(self.count):
+                if self.memhs[i] != NULL:
+                    books_of(self.memhs[i]).object = NULL
+            with nogil:
+                for i in range(self.count):
+                    if self.memhs[i] != NULL:
+                        md_drop(md, self.memhs[i], memh_drop)
+        free(self.memhs)
+        free(self.each)
+
+    def __repr__(self):
+        kind = "bases" if self.base_or_none is None else "derived handles"
+        return f"<MemhArray of {self.count} {kind}>"
+
+    def __reduce__(self):
+        raise TypeError("a MemhArray cannot be pickled or copied: pack its keys")
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        cdef Py_ssize_t i
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self.count))]
+        i = PyNumber_Index(index)
+        if i < 0:
+            i += self.count
+        if not 0 <= i < <Py_ssize_t>self.count:
+            raise IndexError("MemhArray index out of range")
+        if self.memhs[i] == NULL:
+            raise many_failure(self.each, self.count, i, self.op, <md_t *>self.md.md, NULL, {})
+        return array_item(self, self.memhs[i])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self.dereg()
+
+    @property
+    def md(self):
+        """Its domain."""
+        return self.md
+
+    @property
+    def base(self):
+        """The handle that all were derived from; None for bases."""
+        return self.base_or_none
+
+    @property
+    def status(self):
+        """How each item was made: a memoryview of int32, 0 for OK (`Status`)."""
+        return statuses_of(self.each, self.count)
+
+    @property
+    def key_ids(self):
+        """`Memh.key_id` of each, 0 for an item that failed: a memoryview of uint64."""
+        return array_numbers(self, 0)
+
+    @property
+    def addresses(self):
+        """`Memh.address` of each, 0 for an item that failed: a memoryview of uint64."""
+        return array_numbers(self, 1)
+
+    @property
+    def lengths(self):
+        """`Memh.length` of each, 0 for an item that failed: a memoryview of uint64."""
+        return array_numbers(self, 2)
+
+    def mkey_pack(self, buffer=None, flags=0, stride=None, partial=False):
+        """`Md.mkey_pack_many` of all."""
+        return self.md.mkey_pack_many(self, buffer, flags, stride, partial)
+
+    def invalidate(self, partial=False):
+        """`Md.invalidate_many` of all."""
+        return self.md.invalidate_many(self, partial)
+
+    def dereg(self, partial=False):
+        """`Md.dereg_many` of all that were made; those that are closed already are OK."""
+        cdef ucxm_status_t *each = <ucxm_status_t *>malloc((self.count + 1) * sizeof(ucxm_status_t))
+        cdef size_t i
+        if each == NULL:
+            raise _errors.NoMemoryError(op="dereg")
+        try:
+            many_revoke(self.memhs, self.count, True, each)
+            for i in range(self.count):
+                if self.memhs[i] == NULL:
+                    each[i] = UCXM_OK
+            return many_result(each, self.count, partial, "dereg", <md_t *>self.md.md)
+        finally:
+            free(each)
+
+
+cdef MemhArray array_new(Md md, object base, Endpoint bound, size_t count, str op):
+    """Room for `count` handles, none there yet."""
+    cdef MemhArray array = MemhArray.__new__(MemhArray)
+    cdef size_t i
+    if count > <size_t>-1 // 64:
+        raise _errors.NoMemoryError(op=op)
+    array.md = md
+    array.base_or_none = base
+    array.bound = bound
+    array.op = op
+    array.each = <ucxm_status_t *>malloc((count + 1) * sizeof(ucxm_status_t))
+    array.memhs = <ucxm_memh_t **>malloc((count + 1) * sizeof(ucxm_memh_t *))
+    if array.each == NULL or array.memhs == NULL:
+        raise _errors.NoMemoryError(op=op)
+    for i in range(count):
+        array.memhs[i] = NULL
+        array.each[i] = UCXM_ERR_CANCELED
+    array.count = count
+    return array
+
+
+cdef void array_own(MemhArray array) noexcept:
+    """From now on a search finds it by its handles."""
+    cdef size_t i
+    for i in range(array.count):
+        if array.memhs[i] != NULL:
+            books_of(array.memhs[i]).object = <PyObject *>array
+
+
+cdef inline bint is_dying(PyObject *holder) noexcept:
+    """Its weak references are being told that it is gone: it must not be touched."""
+    return refcount(holder) == 0
+
+
+cdef Memh array_item(MemhArray array, ucxm_memh_t *memh):
+    cdef PyObject *holder = books_of(memh).object
+    if holder != <PyObject *>array and not is_dying(holder):
+        return <Memh>holder
+    return memh_wrap(memh, array.md, array.base_or_none, array.bound, array)
+
+
+cdef object array_numbers(MemhArray array, int which):
+    cdef uint64_t *numbers
+    cdef const ucxm_memh_t *memh
+    cdef size_t i
+    data = PyBytes_FromStringAndSize(NULL, array.count * sizeof(uint64_t))
+    numbers = <uint64_t *><char *>data
+    for i in range(array.count):
+        memh = array.memhs[i]
+        if memh == NULL:
+            numbers[i] = 0
+        elif which == 0:
+            numbers[i] = memh.id.key_id
+        elif which == 1:
+            numbers[i] = ucxm_memh_own(memh).address
+        else:
+            numbers[i] = ucxm_memh_own(memh).length
+    return memoryview(data).cast("Q")
+
+
+cdef class Handles:
+    """The C handles of a MemhArray, or of any iterable of Memh objects, held meanwhile."""
+
+    cdef object held
+    cdef ucxm_memh_t **memhs
+    cdef ucxm_status_t *each
+    cdef size_t count
+    cdef bint own
+
+    def __dealloc__(self):
+        if self.own:
+            free(self.memhs)
+        free(self.each)
+
+
+cdef Handles handles_of(Md md, object memhs, str op):
+    cdef Handles handles = Handles.__new__(Handles)
+    cdef size_t i
+    if type(memhs) is MemhArray:
+        handles.held = memhs
+        handles.memhs = (<MemhArray>memhs).memhs
+        handles.count = (<MemhArray>memhs).count
+        if (<MemhArray>memhs).md is not md:
+            raise _errors.InvalidParamError("handles of another Md", op=op)
+    else:
+        handles.held = list(memhs)
+        handles.count = len(handles.held)
+        handles.own = True
+        handles.memhs = <ucxm_memh_t **>malloc((handles.count + 1) * sizeof(ucxm_memh_t *))
+        if handles.memhs == NULL:
+            raise _errors.NoMemoryError(op=op)
+        for i, memh in enumerate(<list>handles.held):
+            if type(memh) is not Memh or (<Memh>memh).md is not md:
+                raise _errors.InvalidParamError(
+                    f"item {i} is not a Memh of this Md", op=op)
+            handles.memhs[i] = (<Memh>memh).memh
+    handles.each = <ucxm_status_t *>malloc((handles.count + 1) * sizeof(ucxm_status_t))
+    if handles.each == NULL:
+        raise _errors.NoMemoryError(op=op)
+    return handles
+
+
+cdef object many_result(ucxm_status_t *each, size_t count, bint partial, str op, md_t *md):
+    """The statuses; without `partial` the first that is not OK is raised."""
+    cdef size_t first = first_failed(each, count)
+    if first < count and not partial:
+        raise many_failure(each, count, first, op, md, NULL, {})
+    return statuses_of(each, count)
+
+
+cdef int many_revoke(ucxm_memh_t **memhs, size_t count, bint closing,
+                     ucxm_status_t *each) except -1:
+    """All of them, the device's work in batches, with a look at signals between.
+
+    An exception from a signal leaves what has begun under way, and the rest as it is.
+    """
+    cdef size_t done = 0
+    cdef size_t started
+    cdef bint settled
+    while done < count:
+        with nogil:
+            started = batch_start(memhs + done, count - done, closing, each + done)
+            settled = batch_settle(memhs + done, started, each + done, now_ns() + SLICE_NS)
+        while not settled:
+            PyErr_CheckSignals()
+            with nogil:
+                settled = batch_settle(memhs + done, started, each + done, now_ns() + SLICE_NS)
+        done += started
+        PyErr_CheckSignals()
+    return 0
+
+
+cdef size_t many_derive(ucxm_memh_t *parent, Numbers offsets, Numbers lengths, bint rest,
+                        uint64_t grant, ucxm_ep_t *ep, MemhArray array, size_t done,
+                        ucxm_error_t **error) noexcept nogil:
+    """Derive the next slice of them; only the first failure of all has an `error`."""
+    cdef size_t end = min(array.count, done + <size_t>MANY_SLICE)
+    cdef uint64_t offset, length
+    while done < end:
+        offset = offsets.at(done)
+        if not rest:
+            length = lengths.at(done)
+        elif offset <= ucxm_memh_own(parent).length:
+            length = ucxm_memh_own(parent).length - offset
+        else:
+            length = 0
+        array.each[done] = mem_derive(parent, offset, length, grant, ep, &array.memhs[done],
+                                      error[0])
+        if array.each[done] != UCXM_OK:
+            error[0] = NULL
+        done += 1
+    return done
+
+
+cdef MemhArray derive_many(Memh self, Numbers offsets, Numbers lengths, uint64_t grant,
+                           Endpoint endpoint, bint partial):
+    cdef size_t count = max(offsets.count, lengths.count if lengths is not None else 0)
+    cdef ucxm_ep_t *ep = endpoint.ep if endpoint is not None else NULL
+    cdef bint rest = lengths is None
+    cdef size_t done = 0
+    cdef MemhArray array
+    cdef ucxm_error_t error
+    cdef ucxm_error_t *say = &error
+    if offsets.items != NULL and not rest and lengths.items != NULL and (
+            offsets.count != lengths.count):
+        raise _errors.InvalidParamError(
+            f"{offsets.count} offsets and {lengths.count} lengths", op="derive_many")
+    if offsets.items == NULL and (rest or lengths.items == NULL):
+        raise _errors.InvalidParamError("offsets or lengths must be an array", op="derive_many")
+    array = array_new(self.md, self, endpoint if endpoint is not None else self.bound, count,
+                      "derive_many")
+    error_clear(&error)
+    while done < count:
+        with nogil:
+            done = many_derive(self.memh, offsets, lengths, rest, grant, ep, array, done, &say)
+        PyErr_CheckSignals()
+    return array_finish(array, partial, &error)
+
+
+cdef MemhArray array_finish(MemhArray array, bint partial, ucxm_error_t *error):
+    """All was tried.  Without `partial` one that failed takes all others with it."""
+    cdef size_t first = first_failed(array.each, array.count)
+    cdef object reason
+    if first < array.count and not partial:
+        raise many_failure(array.each, array.count, first, array.op, <md_t *>array.md.md, error,
+                           {})
+    array_own(array)
+    return array
+
+
+cdef size_t many_reg(md_t *md, reg_t **regs, MemhArray array, size_t done,
+                     ucxm_error_t **error) noexcept nogil:
+    """Register the next slice of what has been prepared; NULL: it could not be."""
+    cdef size_t end = min(array.count, done + <size_t>MANY_SLICE)
+    while done < end:
+        if regs[done] != NULL:
+            array.each[done] = mem_reg(md, regs[done], &array.memhs[done], error[0])
+            regs[done] = NULL
+            if array.each[done] != UCXM_OK:
+                error[0] = NULL
+        done += 1
+    return done
+
+
+cdef ucxm_status_t many_prepare(md_t *md, uint64_t address, uint64_t length, uint64_t asked,
+                                bint default, bint writable, reg_t *reg,
+                                ucxm_error_t *error) noexcept nogil:
+    reg.pub.address = address
+    reg.pub.length = length
+    reg_rights(reg, asked, default, writable)
+    return reg_check(md, reg, writable, error)
+
+
+cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numbers lengths,
+                        object owner, uint64_t asked, bint default, bint partial):
+    """One base for each buffer, or for each address and length."""
+    cdef size_t count = len(buffers) if buffers is not None else max(addresses.count,
+                                                                    lengths.count)
+    cdef MemhArray array = array_new(self, None, None, count, "mem_reg_many")
+    cdef reg_t **regs = <reg_t **>malloc((count + 1) * sizeof(reg_t *))
+    cdef ucxm_error_t error
+    cdef ucxm_error_t *say = &error
+    cdef size_t i, made = 0
+    cdef size_t done = 0
+    cdef reg_t *reg
+    if regs == NULL:
+        raise _errors.NoMemoryError(op="mem_reg_many")
+    error_clear(&error)
+    try:
+        for i in range(count):
+            reg = reg_alloc(md)
+            regs[i] = reg
+            made = i + 1
+            if reg == NULL:
+                array.each[i] = UCXM_ERR_NO_MEMORY
+                say = NULL
+                continue
+            if buffers is not None:
+                try:
+                    get_buffer(buffers[i], &reg.buffer, False, "mem_reg_many")
+                except _errors.MemhError as reason:
+                    if not partial:
+                        raise
+                    array.each[i] = reason.status
+                    say = NULL
+                    regs[i] = NULL
+                    reg_free(reg)
+                    continue
+                reg.has_buffer = True
+                array.each[i] = many_prepare(md, <uint64_t>reg.buffer.buf,
+                                             <uint64_t>reg.buffer.len, asked, default,
+                                             not reg.buffer.readonly, reg, say)
+            else:
+                if owner is not None:
+                    Py_INCREF(owner)
+                    reg.owner = <PyObject *>owner
+                array.each[i] = many_prepare(md, addresses.at(i), lengths.at(i), asked, default,
+                                             True, reg, say)
+            if array.each[i] != UCXM_OK:
+                say = NULL
+                regs[i] = NULL
+                reg_free(reg)
+        while done < count and (partial or say != NULL):
+            with nogil:
+                done = many_reg(md, regs, array, done, &say)
+            PyErr_CheckSignals()
+    finally:
+        for i in range(done, made):
+            if regs[i] != NULL:
+                reg_free(regs[i])
+        free(regs)
+    return array_finish(array, partial, &error)
+
+
+class PackedKeys:
+    """What `Md.mkey_pack_many` packed: key i is `data[i * stride :][: lengths[i]]`, or keys[i].
+
+    `data` is the buffer, `lengths` (memoryview of uint64, bytes; 0: this one failed), `status`
+    (memoryview of int32, 0: OK), `stride` in bytes.
+    """
+
+    __slots__ = ("data", "lengths", "status", "stride")
+
+    def __init__(self, data, stride, lengths, status):
+        self.data = data
+        self.stride = stride
+        self.lengths = lengths
+        self.status = status
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        start = range(len(self.lengths))[index] * self.stride
+        with memoryview(self.data) as view, view.cast("B") as octets:
+            return bytes(octets[start : start + self.lengths[index]])
+
+
+cdef size_t many_pack(Handles handles, uint32_t flags, uint8_t *buffer, size_t stride,
+                      uint64_t *lengths, size_t done, ucxm_error_t **error) noexcept nogil:
+    """Pack the next slice."""
+    cdef size_t end = min(handles.count, done + <size_t>MANY_SLICE)
+    cdef ucxm_status_t status
+    cdef packed_t *packed
+    while done < end:
+        packed = NULL
+        lengths[done] = 0
+        status = UCXM_ERR_INVALID_PARAM
+        if handles.memhs[done] != NULL:
+            status = mkey_pack(handles.memhs[done], flags, &packed, error[0])
+        if status == UCXM_OK and packed.size > stride:
+            status = UCXM_ERR_BUFFER_TOO_SMALL
+        if status == UCXM_OK:
+            memcpy(buffer + done * stride, packed.bytes, packed.size)
+            lengths[done] = packed.size
+        else:
+            error[0] = NULL
+        handles.each[done] = status
+        done += 1
+    return done
+
+
+cdef object pack_many(Md self, Handles handles, object buffer, uint64_t flags, size_t stride,
+                      bint partial):
+    cdef size_t done = 0
+    cdef size_t first
+    cdef Py_buffer view
+    cdef ucxm_error_t error
+    cdef ucxm_error_t *say = &error
+    cdef object sizes = PyBytes_FromStringAndSize(NULL, handles.count * sizeof(uint64_t))
+    cdef uint64_t *lengths = <uint64_t *><char *>sizes
+    if buffer is None:
+        buffer = bytearray(handles.count * stride)
+    error_clear(&error)
+    get_buffer(buffer, &view, True, "mkey_pack_many")
+    try:
+        if stride == 0 or <size_t>view.len // stride < handles.count:
+            raise _errors.error_from_status(
+                UCXM_ERR_BUFFER_TOO_SMALL, "mkey_pack_many", md_component(<md_t *>self.md),
+                f"{handles.count} keys of {stride} bytes in a buffer of {view.len}")
+        while done < handles.count:
+            with nogil:
+                done = many_pack(handles, <uint32_t>flags, <uint8_t *>view.buf, stride, lengths,
+                                 done, &say)
+            PyErr_CheckSignals()
+    finally:
+        PyBuffer_Release(&view)
+    first = first_failed(handles.each, handles.count)
+    if first < handles.count and not partial:
+        raise many_failure(handles.each, handles.count, first, "mkey_pack_many",
+                           <md_t *>self.md, &error, {})
+    return PackedKeys(buffer, stride, memoryview(sizes).cast("Q"),
+                      statuses_of(handles.each, handles.count))
