@@ -94,16 +94,17 @@ class Gate:
         TimedOutError: nobody came within that time.
         """
         deadline = time.monotonic() + seconds
-        while not self.ready:
-            self._serve(deadline, seconds)
-        self.server.close()
-        assert self.host is not None
-        self.say(f"{self.host.link.name} runs the peers\n")
         try:
+            while not self.ready:
+                self._serve(deadline, seconds)
+            self.server.close()
+            assert self.host is not None
+            self.say(f"{self.host.link.name} runs the peers\n")
             yield self.host, [self.peers[role] for role in ROLES]
         except BaseException as error:
             with suppress(um.MemhError):
-                self.host.link.send({"failed": reason(error)})
+                if self.host is not None:
+                    self.host.link.send({"failed": reason(error)})
             raise
 
     def _serve(self, deadline: float, seconds: float) -> None:
