@@ -12,7 +12,7 @@ from cpython.buffer cimport (
 )
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport (
-    PyErr_CheckSignals, PyErr_Clear, PyErr_Occurred, PyErr_SetObject, PyErr_WriteUnraisable,
+    PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable,
 )
 from cpython.number cimport PyNumber_Index
 from cpython.object cimport PyObject
@@ -56,6 +56,7 @@ include "core.src/args.pxi"
 include "core.src/waiting.pxi"
 include "core.src/rkey_class.pxi"
 include "core.src/endpoint_class.pxi"
+include "core.src/many.pxi"
 include "core.src/memh_class.pxi"
 include "core.src/array_class.pxi"
 include "core.src/md_class.pxi"

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # What Python hands in: numbers, flags, buffers.
 
-cdef extern from "Python.h":
-    uint64_t PyLong_AsUnsignedLongLong(object number) noexcept  # the caller looks
-
 cdef uint64_t as_u64(object value, str name, str op) except? 0xdeadbeefdeadbeef:
     """An address, offset, length or operand, or InvalidParamError."""
     cdef uint64_t number
     if type(value) is int:
-        number = PyLong_AsUnsignedLongLong(value)
-        if number == UINT64_MAX and PyErr_Occurred() != NULL:
-            PyErr_Clear()
-            raise _errors.InvalidParamError(f"{name} must be in 0 .. 2^64-1, not {value}", op=op)
+        try:
+            number = value  # Cython's conversion knows addresses; C-API's takes 40 ns for them
+        except OverflowError:
+            raise _errors.InvalidParamError(
+                f"{name} must be in 0 .. 2^64-1, not {value}", op=op) from None
         return number
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise _errors.InvalidParamError(

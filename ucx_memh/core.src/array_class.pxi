@@ -1,81 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Thousands of handles at once: MemhArray, and what Python hands in and gets back for them.
-
-import array as _array
-
-cdef extern from *:
-    Py_ssize_t refcount "Py_REFCNT" (PyObject *holder)
-
-cdef enum:
-    MANY_SLICE = 1024   # items between two looks at signals
-
-
-cdef class Numbers:
-    """64-bit numbers, one for each item: an array of them, any sequence, or one for all."""
-
-    cdef Py_buffer view
-    cdef bint exported
-    cdef const uint64_t *items
-    cdef uint64_t all
-    cdef size_t count       # 0: `all` is for each
-
-    def __dealloc__(self):
-        if self.exported:
-            PyBuffer_Release(&self.view)
-
-    cdef inline uint64_t at(self, size_t i) noexcept nogil:
-        return self.items[i] if self.items != NULL else self.all
-
-
-cdef Numbers numbers_of(object given, str name, str op):
-    cdef Numbers numbers = Numbers.__new__(Numbers)
-    cdef size_t i
-    if hasattr(type(given), "__index__"):
-        numbers.all = as_u64(given, name, op)
-        return numbers
-    if not PyObject_CheckBuffer(given):
-        try:
-            given = _array.array("Q", given)
-        except (TypeError, OverflowError, ValueError) as error:
-            raise _errors.InvalidParamError(f"{name}: {error}", op=op) from None
-    get_buffer(given, &numbers.view, False, op)
-    numbers.exported = True
-    kind = numbers.view.format.decode() if numbers.view.format != NULL else "B"
-    if numbers.view.ndim != 1 or numbers.view.itemsize != 8 or kind.lstrip("@=<") not in (
-            "Q", "L", "N", "q", "l", "n"):
-        raise _errors.InvalidParamError(
-            f"{name} must be one row of 64-bit integers, not {numbers.view.ndim} dimensions of "
-            f"format {kind!r}", op=op)
-    numbers.items = <const uint64_t *>numbers.view.buf
-    numbers.count = <size_t>numbers.view.len // 8
-    if kind.endswith(("q", "l", "n")):
-        for i in range(numbers.count):
-            if numbers.items[i] >> 63:
-                raise _errors.InvalidParamError(f"{name}[{i}] is negative", op=op)
-    return numbers
-
-
-cdef object statuses_of(const ucxm_status_t *each, size_t count):
-    """A copy, for Python: one int32 for each item."""
-    return memoryview(PyBytes_FromStringAndSize(
-        <const char *>each, count * sizeof(ucxm_status_t))).cast("i")
-
-
-cdef object many_failure(ucxm_status_t *each, size_t count, size_t first, str op, md_t *md,
-                         ucxm_error_t *error, dict context):
-    """The error of the first item that failed; it has the statuses of all."""
-    context["item"] = first
-    reason = failure(each[first], op, md, error, context)
-    reason.statuses = statuses_of(each, count)
-    return reason
-
-
-cdef inline size_t first_failed(const ucxm_status_t *each, size_t count) noexcept nogil:
-    cdef size_t i = 0
-    while i < count and each[i] == UCXM_OK:
-        i += 1
-    return i
-
+# Thousands of handles at once: MemhArray, PackedKeys, and what registers, packs and revokes them.
 
 @cython.final
 @cython.no_gc
@@ -188,34 +112,8 @@ cdef class MemhArray:
             free(each)
 
 
-cdef MemhArray array_new(Md md, object base, Endpoint bound, size_t count, str op):
-    """Room for `count` handles, none there yet."""
-    cdef MemhArray array = MemhArray.__new__(MemhArray)
-    cdef size_t i
-    if count > <size_t>-1 // 64:
-        raise _errors.NoMemoryError(op=op)
-    array.md = md
-    array.base_or_none = base
-    array.bound = bound
-    array.op = op
-    array.each = <ucxm_status_t *>malloc((count + 1) * sizeof(ucxm_status_t))
-    array.memhs = <ucxm_memh_t **>malloc((count + 1) * sizeof(ucxm_memh_t *))
-    if array.each == NULL or array.memhs == NULL:
-        raise _errors.NoMemoryError(op=op)
-    for i in range(count):
-        array.memhs[i] = NULL
-        array.each[i] = UCXM_ERR_CANCELED
-    array.count = count
-    return array
-
-
-cdef void array_own(MemhArray array) noexcept:
-    """From now on a search finds it by its handles."""
-    cdef size_t i
-    for i in range(array.count):
-        if array.memhs[i] != NULL:
-            books_of(array.memhs[i]).object = <PyObject *>array
-
+cdef extern from *:
+    Py_ssize_t refcount "Py_REFCNT" (PyObject *holder)
 
 cdef inline bint is_dying(PyObject *holder) noexcept:
     """Its weak references are being told that it is gone: it must not be touched."""
@@ -320,64 +218,6 @@ cdef int many_revoke(ucxm_memh_t **memhs, size_t count, bint closing,
     return 0
 
 
-cdef size_t many_derive(ucxm_memh_t *parent, Numbers offsets, Numbers lengths, bint rest,
-                        uint64_t grant, ucxm_ep_t *ep, MemhArray array, size_t done,
-                        ucxm_error_t **error) noexcept nogil:
-    """Derive the next slice of them; only the first failure of all has an `error`."""
-    cdef size_t end = min(array.count, done + <size_t>MANY_SLICE)
-    cdef uint64_t offset, length
-    while done < end:
-        offset = offsets.at(done)
-        if not rest:
-            length = lengths.at(done)
-        elif offset <= ucxm_memh_own(parent).length:
-            length = ucxm_memh_own(parent).length - offset
-        else:
-            length = 0
-        array.each[done] = mem_derive(parent, offset, length, grant, ep, &array.memhs[done],
-                                      error[0])
-        if array.each[done] != UCXM_OK:
-            error[0] = NULL
-        done += 1
-    return done
-
-
-cdef MemhArray derive_many(Memh self, Numbers offsets, Numbers lengths, uint64_t grant,
-                           Endpoint endpoint, bint partial):
-    cdef size_t count = max(offsets.count, lengths.count if lengths is not None else 0)
-    cdef ucxm_ep_t *ep = endpoint.ep if endpoint is not None else NULL
-    cdef bint rest = lengths is None
-    cdef size_t done = 0
-    cdef MemhArray array
-    cdef ucxm_error_t error
-    cdef ucxm_error_t *say = &error
-    if offsets.items != NULL and not rest and lengths.items != NULL and (
-            offsets.count != lengths.count):
-        raise _errors.InvalidParamError(
-            f"{offsets.count} offsets and {lengths.count} lengths", op="derive_many")
-    if offsets.items == NULL and (rest or lengths.items == NULL):
-        raise _errors.InvalidParamError("offsets or lengths must be an array", op="derive_many")
-    array = array_new(self.md, self, endpoint if endpoint is not None else self.bound, count,
-                      "derive_many")
-    error_clear(&error)
-    while done < count:
-        with nogil:
-            done = many_derive(self.memh, offsets, lengths, rest, grant, ep, array, done, &say)
-        PyErr_CheckSignals()
-    return array_finish(array, partial, &error)
-
-
-cdef MemhArray array_finish(MemhArray array, bint partial, ucxm_error_t *error):
-    """All was tried.  Without `partial` one that failed takes all others with it."""
-    cdef size_t first = first_failed(array.each, array.count)
-    cdef object reason
-    if first < array.count and not partial:
-        raise many_failure(array.each, array.count, first, array.op, <md_t *>array.md.md, error,
-                           {})
-    array_own(array)
-    return array
-
-
 cdef size_t many_reg(md_t *md, reg_t **regs, MemhArray array, size_t done,
                      ucxm_error_t **error) noexcept nogil:
     """Register the next slice of what has been prepared; NULL: it could not be."""
@@ -404,8 +244,7 @@ cdef ucxm_status_t many_prepare(md_t *md, uint64_t address, uint64_t length, uin
 cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numbers lengths,
                         object owner, uint64_t asked, bint default, bint partial):
     """One base for each buffer, or for each address and length."""
-    cdef size_t count = len(buffers) if buffers is not None else max(addresses.count,
-                                                                    lengths.count)
+    cdef size_t count = max(addresses.count, lengths.count) if buffers is None else len(buffers)
     cdef MemhArray array = array_new(self, None, None, count, "mem_reg_many")
     cdef reg_t **regs = <reg_t **>malloc((count + 1) * sizeof(reg_t *))
     cdef ucxm_error_t error

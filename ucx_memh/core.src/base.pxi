@@ -181,6 +181,15 @@ cdef inline void error_clear(ucxm_error_t *error) noexcept nogil:
         error.text[0] = 0
 
 
+cdef inline void error_copy(ucxm_error_t *error, const ucxm_error_t *said,
+                            ucxm_status_t status) noexcept nogil:
+    """Tell `error`, if there is one, what was said of this status."""
+    if status == UCXM_OK:
+        error_clear(error)
+    elif error != NULL:
+        error[0] = said[0]
+
+
 cdef void error_text(ucxm_error_t *error, const char *text) noexcept nogil:
     """Say why, unless somebody nearer to the cause has said it already."""
     cdef size_t n = 0

@@ -548,7 +548,7 @@ cdef ucxm_status_t transfer_send(ep_t *ep, ucxm_transfer_t *user, transfer_t *tr
     cdef ucxm_status_t status
     user.result = 0
     user.bytes_done = 0
-    memset(&user.error, 0, sizeof(user.error))
+    error_clear(&user.error)
     store32(<uint32_t *>&user.status, <uint32_t>UCXM_INPROGRESS)
     status = transfer_post(transfer, ep, error)
     if status != UCXM_OK:
@@ -598,8 +598,7 @@ cdef ucxm_status_t ucxm_ep_transfer(ucxm_ep_t *handle, ucxm_transfer_t *user,
         transfer_wait(transfer, UINT64_MAX)
     if status == UCXM_OK:
         status = transfer.status
-        if error != NULL:
-            error[0] = transfer.op.error
+        error_copy(error, &transfer.op.error, status)
         transfer_end(transfer, UCXM_OK)
     else:
         transfer_end(transfer, status)

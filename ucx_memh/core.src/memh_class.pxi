@@ -63,18 +63,6 @@ cdef int revoke_object(Memh self, bint closing, object callback, str op) except 
     return 0
 
 
-cdef Memh memh_wrap(ucxm_memh_t *memh, Md md, object base, Endpoint bound, object keeper):
-    """The object of a handle, which it owns unless somebody keeps that for it."""
-    cdef Memh self = Memh.__new__(Memh)
-    self.memh = memh
-    self.md = md
-    self.base_or_none = base
-    self.bound = bound
-    self.keeper = keeper
-    books_of(memh).object = <PyObject *>self
-    return self
-
-
 @cython.final
 @cython.no_gc
 @cython.freelist(64)

@@ -20,7 +20,7 @@ cdef struct transfer_t:
     uint32_t refs      # the user and the device
     uint32_t done
     ucxm_status_t status
-    ucxm_memh_t *local     # counted in its Registration's inflight
+    reg_t *local           # of the local memory, counted in its inflight: it stays meanwhile
     ucxm_memh_t *borrowed  # a registration for this transfer alone
     bint has_buffer
     Py_buffer buffer
@@ -103,12 +103,11 @@ cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcep
     spin_lock(&md.tree_lock)
     status = memh_check(memh)
     if status == UCXM_OK:
-        memh_get(memh)
         add32(&reg_of(memh).inflight, 1)
     spin_unlock(&md.tree_lock)
     if status != UCXM_OK:
         return status
-    transfer.local = memh
+    transfer.local = reg_of(memh)
     transfer.op.lkey = memh.inherited.lkey
     transfer.op.has_lkey = 1
     return UCXM_OK
@@ -116,15 +115,14 @@ cdef ucxm_status_t transfer_use(transfer_t *transfer, ucxm_memh_t *memh) noexcep
 
 cdef void transfer_unuse(transfer_t *transfer) noexcept nogil:
     """Let go of the rkey, the local memory, and a registration made for this transfer alone."""
-    cdef ucxm_memh_t *memh = transfer.local
+    cdef ucxm_memh_t *memh = transfer.borrowed
+    cdef reg_t *reg = transfer.local
     if transfer.op.rkey != NULL:
         rkey_put(<rkey_t *>transfer.op.rkey)
         transfer.op.rkey = NULL
-    if memh != NULL:
+    if reg != NULL:
         transfer.local = NULL
-        sub32(&reg_of(memh).inflight, 1)
-        memh_put(memh)
-    memh = transfer.borrowed
+        sub32(&reg.inflight, 1)
     if memh != NULL:
         transfer.borrowed = NULL
         memh_drop(memh)
@@ -161,7 +159,7 @@ cdef void transfer_tell(transfer_t *transfer) noexcept nogil:
     transfer.user = NULL
     user.result = transfer.op.result
     user.bytes_done = transfer.op.bytes_done
-    user.error = transfer.op.error
+    error_copy(&user.error, &transfer.op.error, transfer.status)
     comp = &user.comp if user.comp.func != NULL else NULL
     store32(<uint32_t *>&user.status, <uint32_t>transfer.status)
     if comp != NULL:
