@@ -9,7 +9,7 @@ import pytest
 
 import ucx_memh as um
 from _rawqp import RawPeer
-from _sides import Wc, keys, link, opened, progressed, relink
+from _sides import Wc, keys, link, opened, progressed, relink, wait_for
 from ucx_memh import MemFlag, PackFlag, Status
 
 GET, PUT, ATOMIC = MemFlag.REMOTE_GET, MemFlag.REMOTE_PUT, MemFlag.REMOTE_ATOMIC
@@ -274,6 +274,81 @@ def test_an_event_wakes_who_sleeps(owner, base, soft):
         owner.progress()
     assert ready.poll(20) == []
     assert seen == [Status.OK, Status.OK]
+
+
+def asleep(md):
+    """Armed with nothing under way: what begins from now on must wake it."""
+    while not md.arm():
+        md.progress()
+    ready = select.poll()
+    ready.register(md.event_fd, select.POLLIN)
+    assert ready.poll(0) == []
+    return ready
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_begins_after_arm_wakes_too(owner, base, packed):
+    """As with a transfer: who sleeps need not know that somebody revokes.  Without a key made
+    before there is not even a queue to be armed."""
+    wins = [base.derive() for _ in range(2)]
+    if packed:
+        for win in wins:
+            win.mkey_pack()
+    for win in wins:
+        ready = asleep(owner)
+        seen = []
+        win.mkey_pack()
+        win.invalidate(seen.append)
+        assert ready.poll(10000) != []
+        progressed(owner, lambda seen=seen: seen == [Status.OK])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "local_inv:status=6",
+        "local_inv:errno=12",
+        "local_inv:status=6;create_qp:errno=12,count=0",
+        "local_inv:errno=12;destroy_mkey:errno=16",
+    ],
+)
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_revocation_by_command_wakes_too(owner, base, soft, fault, broken):
+    """No completion queue tells of that one.  `broken`: the queue pair was, before it began."""
+    wins = [base.derive() for _ in range(2)]
+    for win in wins:
+        win.mkey_pack()
+    soft.fault(fault)
+    if broken:
+        wins.pop().invalidate(lambda status: None)
+        for _ in range(3):
+            owner.progress()
+    ready = asleep(owner)
+    seen = []
+    wins[0].invalidate(seen.append)
+    assert ready.poll(10000) != []
+    progressed(owner, lambda: seen)
+    soft.fault("")
+    assert asleep(owner).poll(20) == []
+
+
+def test_what_finds_the_wire_taken_is_posted_by_who_has_it(owner, base, soft):
+    """Nobody else may ever progress: the sleeper waits for a completion, and there must be one."""
+    wins = [base.derive() for _ in range(2)]
+    for win in wins:
+        win.mkey_pack()
+    soft.fault("local_inv:status=6")
+    wins[0].invalidate(lambda status: None)
+    soft.set("cmd_delay_us", 500000)  # its destruction, with the wire held
+    holder = threading.Thread(target=owner.progress)
+    holder.start()
+    wait_for(lambda: sent(owner)[1] == 1)
+    seen = []
+    wins[1].invalidate(seen.append)
+    holder.join(60)
+    assert sent(owner)[3] == 2
+    soft.set("cmd_delay_us", 0)
+    progressed(owner, lambda: seen == [Status.OK])
 
 
 # ---- threads ----

@@ -494,6 +494,8 @@ cdef void ib_stat(ib_md_t *md, unsigned index, const char **name, uint64_t *valu
 
 cdef unsigned ib_progress(void *priv) noexcept nogil
 cdef ucxm_status_t ib_event_arm(void *priv, ucxm_error_t *error) noexcept nogil
+# One more descriptor that makes the Md's readable.  Not 0: errno says why not.
+cdef int ib_event_add(ib_md_t *md, int fd) noexcept nogil
 
 cdef unsigned ib_access(const ib_md_t *md, const ucxm_registration_t *reg) noexcept nogil
 cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,

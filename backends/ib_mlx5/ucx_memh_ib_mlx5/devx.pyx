@@ -32,12 +32,12 @@ from ucx_memh_ib.verbs cimport (
     IBV_ACCESS_REMOTE_WRITE, IBV_MW_TYPE_1, IBV_SEND_SIGNALED, IBV_WC_SUCCESS, IBV_WR_BIND_MW,
     IBV_WR_LOCAL_INV, IB_NO_KEY, ib_adopted, ib_coarse_ns, ib_config_t, ib_control_clear,
     ib_control_drop, ib_control_post, ib_control_t, ib_control_up, ib_count, ib_ep_ops, ib_ep_qpn,
-    ib_errno_status, ib_event_arm, ib_explain_direct, ib_explain_fork, ib_explain_region, ib_fail,
-    ib_load32, ib_load64, ib_md_attr, ib_md_clear, ib_md_init, ib_md_ops, ib_md_t, ib_progress,
-    ib_put32, ib_put64, ib_random_psn, ib_reg_t, ib_say, ib_stat, ib_store32, ib_text, ib_text_t,
-    ibv_context, ibv_device, ibv_mw, ibv_pd, ibv_poll_cq, ibv_post_send, ibv_req_notify_cq,
-    ibv_send_wr, ibv_wc, pthread_mutex_t, ucxm_library_load, ucxm_library_t, ucxm_symbol_t,
-    ucxm_verbs_t, verbs_table,
+    ib_errno_status, ib_event_add, ib_event_arm, ib_explain_direct, ib_explain_fork,
+    ib_explain_region, ib_fail, ib_load32, ib_load64, ib_md_attr, ib_md_clear, ib_md_init,
+    ib_md_ops, ib_md_t, ib_progress, ib_put32, ib_put64, ib_random_psn, ib_reg_t, ib_say, ib_stat,
+    ib_store32, ib_text, ib_text_t, ibv_context, ibv_device, ibv_mw, ibv_pd, ibv_poll_cq,
+    ibv_post_send, ibv_req_notify_cq, ibv_send_wr, ibv_wc, pthread_mutex_t, ucxm_library_load,
+    ucxm_library_t, ucxm_symbol_t, ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status
@@ -145,7 +145,16 @@ cdef extern from "ucx_memh_ib_mlx5/mailbox.h" nogil:
     uint64_t prm_out_syndrome(const uint8_t *out)
     uint64_t prm_out_mkey_index(const uint8_t *out)
 
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned value, int flags)
+    enum:
+        EFD_CLOEXEC
+        EFD_NONBLOCK
+
 cdef extern from "<unistd.h>" nogil:
+    int close(int fd)
+    ssize_t read(int fd, void *to, size_t size)
+    ssize_t write(int fd, const void *what, size_t size)
     long sysconf(int name)
     enum:
         _SC_PAGESIZE
@@ -188,6 +197,9 @@ cdef struct pool_t:
     pthread_mutex_t wire    # guards it and ...
     key_list_t flying       # LOCAL_INV posted, in that order
     uint64_t deadline
+    int wake                # an eventfd in the Md's descriptor, from the first arm() on
+    uint8_t armed           # somebody may sleep on that
+    uint8_t asked           # ... and the completion queue was asked for an event since
     pthread_mutex_t lock    # guards all below
     key_list_t free
     key_list_t resting

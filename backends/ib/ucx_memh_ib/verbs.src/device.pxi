@@ -83,7 +83,7 @@ cdef ucxm_status_t md_make_wrs(ib_md_t *md, ucxm_error_t *error) noexcept nogil:
     return UCXM_OK
 
 
-cdef int event_add(ib_md_t *md, int fd) noexcept nogil:
+cdef int ib_event_add(ib_md_t *md, int fd) noexcept nogil:
     cdef epoll_event event
     memset(&event, 0, sizeof(event))
     event.events = EPOLLIN
@@ -104,9 +104,9 @@ cdef ucxm_status_t md_make_queue(ib_md_t *md, ucxm_error_t *error) noexcept nogi
     md.event_fd = epoll_create1(EPOLL_CLOEXEC)
     if md.event_fd < 0:
         return call_failed(error, errno, "epoll_create1")
-    failed = event_add(md, md.channel.fd)
+    failed = ib_event_add(md, md.channel.fd)
     if failed == 0 and md.owns_context:  # somebody else reads the events of a borrowed context
-        failed = event_add(md, md.context.async_fd)
+        failed = ib_event_add(md, md.context.async_fd)
     if failed:
         return call_failed(error, errno, "epoll_ctl")
     return UCXM_OK

@@ -87,7 +87,7 @@ cdef ucxm_status_t pool_key_create(md_t *md, const ucxm_memh_t *memh, ucxm_key_s
     if status != UCXM_OK and again:
         memset(&reason, 0, sizeof(reason))
         status = pool_aim(md, memh, slot, &again, &reason)
-    pthread_mutex_unlock(&pool.wire)
+    pool_release(md)
     if status != UCXM_OK and error != NULL:
         error[0] = reason
     return status
@@ -119,7 +119,7 @@ cdef ucxm_status_t pool_end(md_t *md, key_t *key, ucxm_error_t *error) noexcept 
     if pool_up(md) == 0:
         ib_count(&pool.local_inv, 1)
         ended = pool_do(md, &wr, &wc) == 0 and wc.status == IBV_WC_SUCCESS
-    pthread_mutex_unlock(&pool.wire)
+    pool_release(md)
     if not ended:
         return pool_gone(md, key, error)
     pthread_mutex_lock(&pool.lock)
@@ -150,13 +150,7 @@ cdef ucxm_status_t pool_key_destroy(md_t *md, const ucxm_memh_t *memh, key_t *ke
 
 
 cdef void mlx5_key_flush(void *priv) noexcept nogil:
-    """If another thread is at the wire, what lies is posted by progress()."""
-    cdef md_t *md = <md_t *>priv
-    cdef uint32_t count = 1
-    while count != 0 and ib_load32(&md.pool.pending.count) != 0 and (
-            pthread_mutex_trylock(&md.pool.wire) == 0):
-        count = pool_post(md)
-        pthread_mutex_unlock(&md.pool.wire)
+    pool_flush(<md_t *>priv)
 
 
 cdef unsigned pool_tell(md_t *md) noexcept nogil:
@@ -200,22 +194,41 @@ cdef unsigned mlx5_progress(void *priv) noexcept nogil:
         if pthread_mutex_trylock(&md.pool.wire) == 0:
             pool_post(md)
             pool_poll(md)
-            pthread_mutex_unlock(&md.pool.wire)
+            pool_release(md)
         count = pool_tell(md)
     return count + ib_progress(priv)
+
+
+cdef ucxm_status_t pool_arm(md_t *md, ucxm_error_t *error) noexcept nogil:
+    """What a later call leaves to be progressed must wake, too, so this is not only about what is
+    under way.  The wire lock is held."""
+    cdef pool_t *pool = &md.pool
+    cdef uint64_t count
+    if pool.wake < 0:
+        pool.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        if pool.wake < 0 or ib_event_add(&md.ib, pool.wake) != 0:
+            ib_fail(error, UCXM_ERR_IO_ERROR, errno, "no descriptor to wake by (errno %d)", errno)
+            if pool.wake >= 0:
+                close(pool.wake)
+            pool.wake = -1
+            return UCXM_ERR_IO_ERROR
+    read(pool.wake, &count, sizeof(count))
+    pool.armed = 1
+    pool.asked = 0
+    if pool.flying.head != NULL:
+        pool_ask(pool)
+        pool_poll(md)  # what came before the request makes no event
+    return UCXM_ERR_BUSY if ib_load32(&pool.finished.count) != 0 else UCXM_OK
 
 
 cdef ucxm_status_t mlx5_event_arm(void *priv, ucxm_error_t *error) noexcept nogil:
     """Its queue shares the Md's channel, whose events the shared part reads first."""
     cdef md_t *md = <md_t *>priv
-    cdef pool_t *pool = &md.pool
     cdef ucxm_status_t status = ib_event_arm(priv, error)
-    if status != UCXM_OK or ib_load32(&pool.busy) == 0:
+    if status != UCXM_OK or md.umr_missing != NULL:
         return status
-    if ib_load32(&pool.pending.count) != 0 or pthread_mutex_trylock(&pool.wire) != 0:
+    if pthread_mutex_trylock(&md.pool.wire) != 0:
         return UCXM_ERR_BUSY
-    if pool.control.cq != NULL and ibv_req_notify_cq(pool.control.cq, 0) != 0:
-        pool.control.ready = 0
-    pool_poll(md)  # what came before the request makes no event
-    pthread_mutex_unlock(&pool.wire)
-    return UCXM_ERR_BUSY if ib_load32(&pool.finished.count) != 0 else UCXM_OK
+    status = pool_arm(md, error)
+    pool_release(md)
+    return status

@@ -8,6 +8,15 @@ cdef enum:
     INVALIDATE_SECONDS = 10  # what completes no sooner is given up
 
 
+cdef void pool_wake(pool_t *pool) noexcept nogil:
+    """Something has ended of which no completion queue tells; whoever sleeps on the descriptor must
+    hear of it, too."""
+    cdef uint64_t one = 1
+    if pool.armed:
+        pool.armed = 0
+        write(pool.wake, &one, sizeof(one))  # it fails if there are 2 ** 64 - 1 wake-ups already
+
+
 cdef void pool_finish(pool_t *pool, key_t *key, ucxm_status_t status) noexcept nogil:
     """Its end is known; progress() tells."""
     key.status = status
@@ -35,6 +44,7 @@ cdef void pool_drop(md_t *md) noexcept nogil:
         key = list_take(&pool.flying)
         key.state = KEY_LOST
         pool_finish(pool, key, destroy_mkey(md, key, NULL))
+        pool_wake(pool)
 
 
 cdef void pool_poll(md_t *md) noexcept nogil:
@@ -74,6 +84,15 @@ cdef int pool_do(md_t *md, ibv_send_wr *wr, ibv_wc *wc) noexcept nogil:
     if failed or wc.status != IBV_WC_SUCCESS:
         pool_poll(md)
     return failed
+
+
+cdef void pool_ask(pool_t *pool) noexcept nogil:
+    """Have the next completion wake whoever sleeps.  Once for each sleep, and not for binds alone,
+    whose completions their callers wait for."""
+    if pool.armed and not pool.asked:
+        pool.asked = 1
+        if ibv_req_notify_cq(pool.control.cq, 0) != 0:
+            pool.control.ready = 0
 
 
 cdef void pool_ring(md_t *md, key_t *key, uint32_t count) noexcept nogil:
@@ -120,8 +139,38 @@ cdef uint32_t pool_post(md_t *md) noexcept nogil:
     if not up:
         pool_drop(md)
     elif count != 0:
-        pool_ring(md, first, count)
+        pool_ask(pool)
+        if pool.control.ready:
+            pool_ring(md, first, count)
+        if not pool.control.ready:  # no completion can be relied on to have somebody look
+            pool_poll(md)
     return count
+
+
+cdef bint pool_lies(pool_t *pool) noexcept nogil:
+    """Is there something to post?  By the lock, so that of two threads, one that leaves something
+    and then finds the wire taken and one that lets go of the wire and then looks here, the second
+    sees it."""
+    cdef bint lies
+    pthread_mutex_lock(&pool.lock)
+    lies = pool.pending.head != NULL
+    pthread_mutex_unlock(&pool.lock)
+    return lies
+
+
+cdef void pool_flush(md_t *md) noexcept nogil:
+    """Post what lies.  If another thread has the wire, it does so when it lets go; if there is no
+    room, who progresses the completion that makes some."""
+    cdef uint32_t count = 1
+    while count != 0 and pool_lies(&md.pool) and pthread_mutex_trylock(&md.pool.wire) == 0:
+        count = pool_post(md)
+        pthread_mutex_unlock(&md.pool.wire)
+
+
+cdef void pool_release(md_t *md) noexcept nogil:
+    """Let go of the wire."""
+    pthread_mutex_unlock(&md.pool.wire)
+    pool_flush(md)
 
 
 cdef void pool_init(md_t *md, uint32_t quarantine) noexcept nogil:
@@ -130,6 +179,7 @@ cdef void pool_init(md_t *md, uint32_t quarantine) noexcept nogil:
     md.pool.control.depth = POOL_DEPTH + 1  # and a BIND_MW
     md.pool.control.events = 1
     md.pool.control.seen = pool_seen
+    md.pool.wake = -1
     md.pool.quarantine = quarantine
 
 
@@ -144,5 +194,7 @@ cdef void pool_clear(md_t *md) noexcept nogil:
     while key != NULL:  # the device keeps it until its context is closed
         free(key)
         key = list_take(&pool.stuck)
+    if pool.wake >= 0:
+        close(pool.wake)
     pthread_mutex_destroy(&pool.wire)
     pthread_mutex_destroy(&pool.lock)
