@@ -54,6 +54,25 @@ def test_it_says_which_way(owner, base):
     assert "LOCAL_INV ends it" in text and "MKEY;" not in text
 
 
+def test_it_says_nothing_of_a_key_that_is_gone(owner, base, soft):
+    """Nor promises one, nor names a way to end it that is not left."""
+    wins = [base.derive() for _ in range(2)]
+    number = value(wins[0])
+    soft.fault("local_inv:status=6;destroy_mkey:errno=16")
+    wins[0].invalidate(lambda status: None)
+    for _ in range(2):  # it is under way; it has failed
+        text = wins[0].explain()
+        assert f"key {number:#x} is not known to be dead" in text
+        assert "LOCAL_INV" not in text and "first pack" not in text
+        owner.progress()
+    wins[0].invalidate()
+    wins[1].invalidate()
+    for win in wins:
+        assert win.explain() == "it has no key any more, and gets none\n"
+        win.dereg()
+        assert win.explain() == "it has no key any more, and gets none\n"
+
+
 def test_a_bound_key_is_made_by_command(owner, base):
     ep = owner.endpoint()
     win = base.derive(endpoint=ep)
@@ -377,6 +396,8 @@ def test_threads_share_the_pool(owner, base, soft, fault):
             owner.arm()
             owner.stats()
             owner.explain()
+            for win in kept[-threads:]:
+                win.explain()
 
     soft.fault(fault)
     watcher = threading.Thread(target=look)

@@ -1,6 +1,36 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Md, and how a backend makes one.
 
+cdef str explain_handle(md_t *md, ucxm_memh_t *memh):
+    """The backend explains a live handle, whose keys stay as they are meanwhile."""
+    cdef char text[2048]
+    cdef uint32_t values[UCXM_SLOTS]
+    cdef uint32_t state = UCXM_MEMH_CLOSED
+    cdef uint32_t i
+    cdef uint32_t left = 0
+    text[0] = 0
+    with nogil:
+        if md_enter(md) == UCXM_OK:
+            pthread_mutex_lock(&md.key_lock)
+            state = load32(&memh.id.state)
+            if state == UCXM_MEMH_LIVE:
+                md.ops.explain(md.priv, memh, text, sizeof(text))
+            for i in range(UCXM_SLOTS):
+                if ucxm_memh_own(memh).slot[i].live:
+                    values[left] = ucxm_memh_own(memh).slot[i].value
+                    left += 1
+            pthread_mutex_unlock(&md.key_lock)
+            md_leave(md)
+    if state == UCXM_MEMH_LIVE:
+        return text.decode("utf-8", "replace")
+    if state != UCXM_MEMH_REVOKING:
+        return "it has no key any more, and gets none\n"
+    lines = ["its keys are being destroyed, or one resisted: then try again"]
+    for i in range(left):
+        lines.append(f"key {values[i]:#x} is not known to be dead")
+    return "\n".join(lines) + "\n"
+
+
 cdef md_t *md_use(Md self, str op) except NULL:
     """The C object, if it can be used here and now."""
     cdef md_t *md = <md_t *>self.md
@@ -572,16 +602,15 @@ cdef class Md:
         """A few lines for a person: the domain, or how this handle's keys are made and kept."""
         cdef md_t *md = md_use(self, "explain")
         cdef char text[2048]
-        cdef ucxm_memh_t *handle = NULL
+        text[0] = 0
         if memh is not None:
             if (<Memh?>memh).md is not self:
                 raise _errors.InvalidParamError("a handle of another Md", op="explain",
                                                 component=md_component(md))
-            handle = (<Memh>memh).memh
-        text[0] = 0
+            return explain_handle(md, (<Memh>memh).memh)
         with nogil:
             if md_enter(md) == UCXM_OK:
-                md.ops.explain(md.priv, handle, text, sizeof(text))
+                md.ops.explain(md.priv, NULL, text, sizeof(text))
                 md_leave(md)
         return text.decode("utf-8", "replace")
 
