@@ -157,19 +157,43 @@ def test_some_of_a_batch_resist(owner, soft, base):
 
 
 @pytest.mark.parametrize("command", ["create_qp", "modify_qp"])
-def test_no_queue_pair_is_needed(owner, soft, base, command):
-    """The old one has failed and no new one can be had: commands do."""
+def test_no_queue_pair_is_needed(owner, soft, base, command, attacker):
+    """The old one has failed and no new one can be had: commands do, until it can."""
+    ep = link(owner, attacker)
     wins = packed(base, 4)
     soft.fault(f"local_inv:status=6;{command}:errno=12,count=0")
     for win in wins:
         win.invalidate()
     assert sent(owner) == (4, 4, 4, 1)
     assert pool(owner) == (0, 0, 0, 1)
-    with pytest.raises(um.NoMemoryError, match="no control queue pair"):
-        packed(base, 1)
+    (win,) = packed(base, 1)
+    why = "no control queue pair could be made (errno 12)"
+    assert why in owner.explain()
+    rkey, _ = keys(win.mkey_pack())
+    assert f"key {rkey:#x}, made by CREATE_MKEY: no control queue pair" in win.explain()
+    assert attacker.read(rkey, base.address, 6) == (Wc.SUCCESS, b"secret")
     soft.fault("")
-    packed(base, 1)[0].invalidate()
-    assert sent(owner) == (5, 4, 5, 2)
+    (other,) = packed(base, 1)
+    assert why not in owner.explain()
+    assert "aimed by BIND_MW" in other.explain()
+    assert f"key {rkey:#x}, made by CREATE_MKEY" in win.explain()
+    win.invalidate()
+    assert attacker.read(rkey, base.address, 6)[0] is Wc.REM_ACCESS_ERR
+    relink(ep, attacker)
+    other.invalidate()
+    assert sent(owner) == (6, 5, 5, 2)
+
+
+@pytest.mark.parametrize("command", ["create_cq", "create_qp", "modify_qp"])
+def test_none_was_ever_to_be_had(owner, soft, base, command):
+    """An adapter or a network that does not let a queue pair talk to itself: as with umr="off",
+    which nobody had to say."""
+    soft.fault(f"{command}:errno=22,count=0")
+    for _ in range(3):
+        (win,) = packed(base, 1)
+        assert "made by CREATE_MKEY: no control queue pair" in win.explain()
+        win.invalidate()
+    assert (sent(owner), pool(owner)) == ((3, 3, 0, 0), (0, 0, 0, 0))
 
 
 def test_a_completion_that_does_not_come(owner, soft, base, attacker):
@@ -261,6 +285,22 @@ def test_a_failed_key_that_resists_is_destroyed_later(owner, soft, base):
     assert pool(owner)[:3] == (0, 3, 0)
 
 
+def test_many_that_resist_cost_one_command_each_time(owner, soft, base):
+    live = soft.stat("mkeys.live")
+    many = 5
+    soft.fault(f"bind_mw:status=6,count={2 * many};destroy_mkey:errno=16,count=0")
+    for _ in range(many):
+        with pytest.raises(um.DeviceError):
+            base.derive().mkey_pack()
+    assert soft.stat("mkeys.live") == live + 2 * many
+    soft.fault("")
+    before = sent(owner)
+    packed(base, 1)
+    assert sent(owner)[1] == before[1] + 1
+    packed(base, 2 * many)
+    assert soft.stat("mkeys.live") == live + 2 * many + 1
+
+
 def test_or_at_the_latest_when_the_domain_is_closed(soft, tidy):
     with opened() as md:
         base = md.mem_reg(bytearray(SIZE), MemFlag.DERIVED_ONLY)
@@ -284,13 +324,11 @@ def test_a_bind_behind_a_failed_invalidation(owner, soft, base):
     assert pool(owner) == (0, len(other), 0, 2)
 
 
-@pytest.mark.parametrize("command", ["create_cq", "create_qp", "modify_qp", "create_mkey"])
-def test_what_a_bind_needs_is_refused(owner, soft, base, command):
-    """No queue, no queue pair, no key: nothing has changed."""
+@pytest.mark.parametrize("queue", ["", "create_cq:errno=12;", "create_qp:errno=12;"])
+def test_no_key_is_to_be_had(owner, soft, base, queue):
+    """Neither way: nothing has changed."""
     win = base.derive()
-    soft.fault(f"{command}:errno=12")
-    if command == "modify_qp":  # of an old queue pair, which is then made anew
-        soft.fault(f"{command}:errno=12,count=2")
+    soft.fault(f"{queue}create_mkey:errno=12")
     with pytest.raises(um.NoMemoryError):
         win.mkey_pack()
     assert (win.state, sent(owner)[2:]) == (MemhState.LIVE, (0, 0))

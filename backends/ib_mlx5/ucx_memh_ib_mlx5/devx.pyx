@@ -206,6 +206,7 @@ cdef struct pool_t:
     key_list_t pending      # LOCAL_INV to be posted
     key_list_t finished     # `comp` to be run
     key_list_t stuck        # of nobody, and could not be destroyed yet
+    uint32_t missing        # errno: why there is no queue pair; may be read without the lock
     uint32_t used
     uint32_t busy           # in pending, flying, finished
     uint32_t quarantine
@@ -227,6 +228,8 @@ cdef struct md_t:
     uint8_t software
     uint8_t can_derive
     uint8_t can_atomic      # indirect keys may carry the atomic right
+    uint64_t derive_length  # whatever is no longer ...
+    uint64_t derive_never   # ... and has none of these rights, a key can be made for
     uint64_t create_mkey    # commands sent
     uint64_t destroy_mkey
     uint64_t query_hca_cap

@@ -49,14 +49,12 @@ cdef ucxm_status_t aim(md_t *md, key_t *key, const ucxm_memh_t *memh, bint *agai
 
 cdef ucxm_status_t pool_aim(md_t *md, const ucxm_memh_t *memh, ucxm_key_slot_t *slot, bint *again,
                             ucxm_error_t *error) noexcept nogil:
-    """A key that failed is not trusted any more."""
+    """A key that failed is not trusted any more.  UNSUPPORTED: there is no queue pair."""
     cdef pool_t *pool = &md.pool
     cdef ucxm_status_t status
     cdef key_t *key
-    cdef int failed = pool_up(md)
-    if failed:
-        return ib_fail(error, ib_errno_status(failed), failed,
-                       "no control queue pair for BIND_MW (errno %d)", failed)
+    if pool_up(md) != 0:
+        return UCXM_ERR_UNSUPPORTED
     key = pool_get(md, error, &status)
     if key == NULL:
         return status
@@ -74,15 +72,15 @@ cdef ucxm_status_t pool_aim(md_t *md, const ucxm_memh_t *memh, ucxm_key_slot_t *
 
 cdef ucxm_status_t pool_key_create(md_t *md, const ucxm_memh_t *memh, ucxm_key_slot_t *slot,
                                    ucxm_error_t *error) noexcept nogil:
-    """A bind that fails is tried once more, with another key over a new queue pair."""
+    """A bind that fails is tried once more, with another key over a new queue pair.  UNSUPPORTED:
+    for want of one it was not tried."""
     cdef pool_t *pool = &md.pool
     cdef ucxm_error_t reason
     cdef ucxm_status_t status
     cdef bint again = False
     memset(&reason, 0, sizeof(reason))
     pthread_mutex_lock(&pool.wire)
-    if ib_load32(&pool.stuck.count) != 0:
-        pool_destroy_all(md, &pool.stuck)
+    pool_unstick(md)
     status = pool_aim(md, memh, slot, &again, &reason)
     if status != UCXM_OK and again:
         memset(&reason, 0, sizeof(reason))

@@ -18,6 +18,10 @@ cdef void explain_md(const md_t *md, ib_text_t *text) noexcept nogil:
         ib_say(text, "they are aimed by BIND_MW and ended by LOCAL_INV over a control queue pair, "
                      "with no command; those bound to a queue pair or longer than 2 GiB are made "
                      "by CREATE_MKEY")
+        if ib_load32(&md.pool.missing) != 0:
+            snprintf(line, sizeof(line), "and so are all others for now: no control queue pair "
+                     "could be made (errno %u)", <unsigned>ib_load32(&md.pool.missing))
+            ib_say(text, line)
     elif md.can_derive:
         snprintf(line, sizeof(line), "they are made by CREATE_MKEY, not by work requests: %s",
                  md.umr_missing)
@@ -37,10 +41,13 @@ cdef void explain_md(const md_t *md, ib_text_t *text) noexcept nogil:
 
 cdef void explain_key(const md_t *md, const ucxm_memh_own_t *own,
                       ib_text_t *text) noexcept nogil:
-    """Which way its key was, or will be, made."""
+    """Which way its key was, or will be, made.  The core explains live handles only, and under its
+    key lock."""
     cdef const char *reason = command_reason(md, own)
     cdef const ucxm_key_slot_t *slot = &own.slot[0]
     cdef char line[256]
+    if slot.live and reason == NULL and (<const key_t *>slot.object).mkey == NULL:
+        reason = b"no control queue pair, or no key for one, could be made"
     if slot.live and reason == NULL:
         snprintf(line, sizeof(line), "key 0x%x, aimed by BIND_MW over the control queue pair; "
                  "LOCAL_INV ends it", slot.value)

@@ -66,12 +66,15 @@ cdef ucxm_status_t mkey_check(const md_t *md, const mlx5_mkey_t *mkey,
 cdef ucxm_status_t mlx5_mem_derive(void *priv, const ucxm_memh_t *base, const ucxm_memh_t *memh,
                                    ucxm_error_t *error) noexcept nogil:
     cdef md_t *md = <md_t *>priv
+    cdef const ucxm_memh_own_t *own = ucxm_memh_own(memh)
     cdef mlx5_mkey_t mkey
+    if own.length <= md.derive_length and not own.rights & md.derive_never:
+        return UCXM_OK  # what nearly all are, without describing a key that may never be made
     if not md.can_derive:
         return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0, "this device makes no KLM keys")
-    if ucxm_memh_own(memh).length == 0:
+    if own.length == 0:
         return UCXM_OK
-    mkey_describe(md, ucxm_memh_own(memh), memh.inherited.lkey, UCXM_KEY_DERIVED, &mkey)
+    mkey_describe(md, own, memh.inherited.lkey, UCXM_KEY_DERIVED, &mkey)
     return mkey_check(md, &mkey, error)
 
 

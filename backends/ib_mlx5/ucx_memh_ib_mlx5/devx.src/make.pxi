@@ -34,7 +34,10 @@ cdef ucxm_status_t mlx5_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key
     if status != UCXM_OK:
         return status
     if slot.kind == UCXM_KEY_DERIVED and command_reason(md, ucxm_memh_own(memh)) == NULL:
-        return pool_key_create(md, memh, slot, error)
+        status = pool_key_create(md, memh, slot, error)
+        if status != UCXM_ERR_UNSUPPORTED:
+            return status
+        # An adapter or a network may not let a queue pair talk to itself; a command needs none.
     mkey.tag = md.tag
     status = create_mkey(md, &mkey, slot, error)
     if status == UCXM_OK:

@@ -90,6 +90,9 @@ cdef void decide(md_t *md) noexcept nogil:
         md.ib.has_atomics = 0
     md.can_atomic = (md.ib.has_atomics and indirect and
                      not md.caps.umr_modify_atomic_disabled)
+    if md.can_derive:
+        md.derive_length = min(md.caps.max_klm_list, <uint64_t>1 << 32) // 4 * 4 * MLX5_ENTITY
+    md.derive_never = 0 if md.can_atomic else UCXM_MEM_ACCESS_REMOTE_ATOMIC
     if md.umr_missing == NULL:  # nobody said that it is not to be used
         md.umr_missing = umr_missing(md)
 

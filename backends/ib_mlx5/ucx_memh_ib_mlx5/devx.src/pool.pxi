@@ -85,6 +85,15 @@ cdef void pool_destroy_all(md_t *md, key_list_t *keys) noexcept nogil:
             pool_destroy(md, key)
 
 
+cdef void pool_unstick(md_t *md) noexcept nogil:
+    """Try one again: however many there are, a derive costs one command more."""
+    cdef key_t *key
+    if ib_load32(&md.pool.stuck.count) != 0:
+        key = pool_take(&md.pool, &md.pool.stuck)
+        if key != NULL:
+            pool_destroy(md, key)
+
+
 cdef key_t *pool_get(md_t *md, ucxm_error_t *error, ucxm_status_t *status) noexcept nogil:
     """A free key: the one that has been so longest, one that has rested, or a new one."""
     cdef pool_t *pool = &md.pool

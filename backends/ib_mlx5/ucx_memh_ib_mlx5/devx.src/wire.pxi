@@ -67,9 +67,13 @@ cdef void pool_poll(md_t *md) noexcept nogil:
 
 cdef int pool_up(md_t *md) noexcept nogil:
     """A queue pair in good health; an errno: there is none."""
-    if not md.pool.control.ready:
-        pool_poll(md)
-    return ib_control_up(&md.ib, &md.pool.control)
+    cdef int failed
+    if md.pool.control.ready:
+        return 0
+    pool_poll(md)
+    failed = ib_control_up(&md.ib, &md.pool.control)
+    ib_store32(&md.pool.missing, <uint32_t>failed)
+    return failed
 
 
 cdef int pool_do(md_t *md, ibv_send_wr *wr, ibv_wc *wc) noexcept nogil:
