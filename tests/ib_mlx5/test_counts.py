@@ -251,9 +251,12 @@ def test_a_refused_call_sends_nothing(owner, count):
 # ---- allocations ----
 
 
+@pytest.mark.parametrize("umr", ["auto", "off"])
 def test_allocations(owner):
     base = owner.mem_reg(bytearray(SIZE))
-    base.derive().mkey_pack()  # what is made once: the quarantine
+    first = base.derive()
+    first.mkey_pack()  # what is made once: the quarantine
+    first.invalidate()
     with PoisonAllocator() as allocator:
         win = base.derive(64, 64, GET)
         assert allocator.allocs == 1

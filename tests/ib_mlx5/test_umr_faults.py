@@ -11,7 +11,8 @@ import pytest
 import ucx_memh as um
 from _capi import Table, pointers
 from _sides import Wc, keys, link, opened, progressed, relink
-from ucx_memh import MemFlag, MemhState, Status
+from ucx_memh import MemFlag, MemhState, PackFlag, Status
+from ucx_memh.testing import PoisonAllocator
 
 SIZE = 64 << 10
 DEPTH = 64
@@ -272,6 +273,20 @@ def test_then_it_is_an_error(owner, soft, base, fault):
     assert sent(owner) == (3, 2, 3, 0)
 
 
+def test_a_key_whose_bytes_find_no_memory_is_kept(owner, base):
+    """The next pack has it, with no further request; without one it is ended like any other."""
+    packed(base, 1)[0].invalidate()
+    before = sent(owner)
+    wins = [base.derive() for _ in range(2)]
+    for win in wins:
+        with PoisonAllocator(fail_at=1), pytest.raises(um.NoMemoryError):
+            win.mkey_pack()
+    wins[0].mkey_pack()
+    for win in wins:
+        win.invalidate()
+    assert [a - b for a, b in zip(sent(owner), before, strict=True)] == [1, 0, 2, 2]
+
+
 def test_a_failed_key_that_resists_is_destroyed_later(owner, soft, base):
     live = soft.stat("mkeys.live")
     soft.fault("bind_mw:status=6;destroy_mkey:errno=16,count=2")
@@ -322,6 +337,27 @@ def test_a_bind_behind_a_failed_invalidation(owner, soft, base):
     assert ends == 1
     assert destroys >= 1 and creates == binds == destroys + 1
     assert pool(owner) == (0, len(other), 0, 2)
+
+
+@pytest.mark.parametrize("shortage", ["status=8", "status=15", "errno=12"])
+def test_free_keys_are_given_back_when_the_device_has_no_other(owner, soft, shortage):
+    """Or a burst of derived handles would cost everybody else his keys until the domain closes."""
+    base = owner.mem_reg(bytearray(SIZE))
+    wins = packed(base, 70)
+    for win in wins[:67]:
+        win.invalidate()
+    soft.fault(f"create_mkey:{shortage}")
+    base.mkey_pack(PackFlag.INVALIDATE_RMA)
+    assert pool(owner)[:2] == (3, 3)
+    assert sent(owner) == (72, 64, 70, 67)
+    soft.fault(f"create_mkey:{shortage},count=0")
+    other = base.derive(endpoint=owner.endpoint())
+    with pytest.raises(um.MemhError):  # even so
+        other.mkey_pack()
+    assert pool(owner)[:2] == (0, 3)
+    with pytest.raises(um.MemhError):
+        other.mkey_pack()
+    assert sent(owner) == (75, 67, 70, 67)
 
 
 @pytest.mark.parametrize("queue", ["", "create_cq:errno=12;", "create_qp:errno=12;"])

@@ -40,6 +40,8 @@ cdef ucxm_status_t mlx5_key_create(void *priv, const ucxm_memh_t *memh, ucxm_key
         # An adapter or a network may not let a queue pair talk to itself; a command needs none.
     mkey.tag = md.tag
     status = create_mkey(md, &mkey, slot, error)
+    if (status == UCXM_ERR_NO_RESOURCE or status == UCXM_ERR_NO_MEMORY) and pool_shrink(md):
+        status = create_mkey(md, &mkey, slot, error)
     if status == UCXM_OK:
         next_tag(md)
     return status

@@ -5,7 +5,8 @@
 # A free key is used first in, first out, with the next tag each time.  One whose tags are used up
 # rests: it stays in the device, free, so that its index is not offered again, until as many keys
 # have ended as the quarantine is long.  The device so holds as many keys as were ever live at a
-# time and, for the rest, one for each TAGS destructions in the quarantine.
+# time and, for the rest, one for each TAGS destructions in the quarantine.  Free ones are given
+# back when it has no other left for a key that a command makes, and when the domain is closed.
 #
 # The wire lock belongs to whoever posts, polls or makes the queue pair anew, and may be held long.
 # The lock inside it guards the lists.  None is held while somebody's completion runs.
@@ -15,6 +16,7 @@ cdef enum:
     KEY_AIMED = 1
     KEY_ENDING = 2       # its LOCAL_INV lies, or is under way
     KEY_LOST = 3         # nobody knows: only its destruction is left
+    SHRINK = 64          # keys given back at a time
 
 
 # ---- lists ----
@@ -83,6 +85,21 @@ cdef void pool_destroy_all(md_t *md, key_list_t *keys) noexcept nogil:
         key = pool_take(&md.pool, keys)
         if key != NULL:
             pool_destroy(md, key)
+
+
+cdef bint pool_shrink(md_t *md) noexcept nogil:
+    """The device is short of keys, or of memory for them: give back some that nobody uses.  False:
+    there are none."""
+    cdef uint32_t before = ib_load32(&md.pool.free.count)
+    cdef uint32_t left = min(before, <uint32_t>SHRINK)
+    cdef key_t *key = NULL
+    while left != 0:
+        left -= 1
+        key = pool_take(&md.pool, &md.pool.free)
+        if key == NULL:
+            break
+        pool_destroy(md, key)
+    return before != 0
 
 
 cdef void pool_unstick(md_t *md) noexcept nogil:
