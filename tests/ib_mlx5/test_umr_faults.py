@@ -300,6 +300,18 @@ def test_a_failed_key_that_resists_is_destroyed_later(owner, soft, base):
     assert pool(owner)[:3] == (0, 3, 0)
 
 
+def test_or_before_what_it_may_stand_on_is_deregistered(owner, soft, base):
+    """A bind whose completion is bad, or lost, may have been executed."""
+    live = soft.stat("mkeys.live")
+    soft.fault("bind_mw:status=6;destroy_mkey:errno=16")
+    (win,) = packed(base, 1)
+    assert soft.stat("mkeys.live") == live + 2
+    win.invalidate()
+    base.dereg()
+    assert sent(owner) == (2, 2, 2, 1)
+    assert soft.stat("mkeys.live") == live  # the pool's own, without the registration's
+
+
 def test_many_that_resist_cost_one_command_each_time(owner, soft, base):
     live = soft.stat("mkeys.live")
     many = 5

@@ -500,6 +500,8 @@ cdef int ib_event_add(ib_md_t *md, int fd) noexcept nogil
 cdef unsigned ib_access(const ib_md_t *md, const ucxm_registration_t *reg) noexcept nogil
 cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
                               ucxm_error_t *error) noexcept nogil
+cdef ucxm_status_t ib_mem_dereg(void *priv, ucxm_registration_t *reg,
+                                ucxm_error_t *error) noexcept nogil
 cdef uint32_t ib_ep_qpn(const ucxm_ep_t *ep) noexcept nogil
 
 # A window was bound to its queue pair (1) or freed (-1).

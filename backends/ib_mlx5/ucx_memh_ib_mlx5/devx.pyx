@@ -25,19 +25,19 @@ from ucx_memh.libmemh cimport (
     UCXM_MD_FLAG_INVALIDATE_RMA, UCXM_MD_FLAG_REG_DERIVED, UCXM_MEM_ACCESS_REMOTE_ATOMIC,
     UCXM_MEM_ACCESS_REMOTE_GET, UCXM_MEM_ACCESS_REMOTE_PUT, UCXM_OK, ucxm_completion_t,
     ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_error_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t,
-    ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_status_t,
+    ucxm_memh_own, ucxm_memh_own_t, ucxm_memh_t, ucxm_registration_t, ucxm_status_t,
 )
 from ucx_memh_ib.verbs cimport (
     IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_REMOTE_ATOMIC, IBV_ACCESS_REMOTE_READ,
     IBV_ACCESS_REMOTE_WRITE, IBV_MW_TYPE_1, IBV_SEND_SIGNALED, IBV_WC_SUCCESS, IBV_WR_BIND_MW,
     IBV_WR_LOCAL_INV, IB_NO_KEY, ib_adopted, ib_coarse_ns, ib_config_t, ib_control_clear,
-    ib_control_drop, ib_control_post, ib_control_t, ib_control_up, ib_count, ib_ep_ops, ib_ep_qpn,
-    ib_errno_status, ib_event_add, ib_event_arm, ib_explain_direct, ib_explain_fork,
+    ib_control_drop, ib_control_post, ib_control_t, ib_control_up, ib_count, ib_ep_ops,
+    ib_ep_qpn, ib_errno_status, ib_event_add, ib_event_arm, ib_explain_direct, ib_explain_fork,
     ib_explain_region, ib_fail, ib_load32, ib_load64, ib_md_attr, ib_md_clear, ib_md_init,
-    ib_md_ops, ib_md_t, ib_progress, ib_put32, ib_put64, ib_random_psn, ib_reg_t, ib_say, ib_stat,
-    ib_store32, ib_text, ib_text_t, ibv_context, ibv_device, ibv_mw, ibv_pd, ibv_poll_cq,
-    ibv_post_send, ibv_req_notify_cq, ibv_send_wr, ibv_wc, pthread_mutex_t, ucxm_library_load,
-    ucxm_library_t, ucxm_symbol_t, ucxm_verbs_t, verbs_table,
+    ib_md_ops, ib_md_t, ib_mem_dereg, ib_progress, ib_put32, ib_put64, ib_random_psn, ib_reg_t,
+    ib_say, ib_stat, ib_store32, ib_text, ib_text_t, ibv_context, ibv_device, ibv_mw, ibv_pd,
+    ibv_poll_cq, ibv_post_send, ibv_req_notify_cq, ibv_send_wr, ibv_wc, pthread_mutex_t,
+    ucxm_library_load, ucxm_library_t, ucxm_symbol_t, ucxm_verbs_t, verbs_table,
 )
 
 from ucx_memh.errors import InvalidParamError, NoDeviceError, error_from_status

@@ -147,6 +147,16 @@ cdef ucxm_status_t pool_key_destroy(md_t *md, const ucxm_memh_t *memh, key_t *ke
     return UCXM_INPROGRESS
 
 
+cdef ucxm_status_t mlx5_mem_dereg(void *priv, ucxm_registration_t *reg,
+                                  ucxm_error_t *error) noexcept nogil:
+    """A bind that failed may have been executed all the same, and its key, which the core does not
+    know, stand on the registration until it is destroyed."""
+    cdef md_t *md = <md_t *>priv
+    if ib_load32(&md.pool.stuck.count) != 0:
+        pool_destroy_all(md, &md.pool.stuck)
+    return ib_mem_dereg(priv, reg, error)
+
+
 cdef void mlx5_key_flush(void *priv) noexcept nogil:
     pool_flush(<md_t *>priv)
 

@@ -39,6 +39,7 @@ OPS.struct_size = sizeof(OPS)
 OPS.abi = UCXM_BACKEND_ABI
 ib_md_ops(&OPS)
 OPS.close = mlx5_close
+OPS.mem_dereg = mlx5_mem_dereg
 OPS.progress = mlx5_progress
 OPS.event_arm = mlx5_event_arm
 OPS.mkey_pack = mlx5_mkey_pack
