@@ -3,6 +3,7 @@
 
 import ctypes as c
 import gc
+import itertools
 
 import pytest
 
@@ -204,6 +205,31 @@ def test_a_closed_handle_outlives_all_that_it_came_from(table, fakes, packed):
     assert Envelope.of(room.raw[: length.value]).address == wanted.address
     assert table.mem_dereg_many((c.c_void_p * 1)(derived), c.c_size_t(1), c.c_uint32(0), None) == 0
     table.memh_release(derived)
+    fakes.memory.check()
+
+
+@pytest.mark.parametrize("destroy", ["now", "progress", "flush"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_release_in_any_order_frees(table, fakes, destroy, packed):
+    """A parent that is released first goes with the last of its derived handles."""
+    md, device = fakes(destroy=destroy)
+    everything = (c.c_uint64(0), c.c_uint64(2**64 - 1), c.c_uint64(2**64 - 1), None)
+    room, length = c.create_string_buffer(256), c.c_size_t(256)
+    chain = [c.c_void_p() for _ in range(4)]
+    wanted = params()
+    assert table.mem_reg(pointer_to(md), c.byref(wanted), c.byref(chain[0]), None) is S.OK
+    for parent, win in itertools.pairwise(chain):
+        assert table.mem_derive(parent, *everything, c.byref(win), None) is S.OK
+    if packed:
+        for win in chain[1:]:
+            assert table.mkey_pack(win, c.c_uint32(0), room, c.byref(length), None) is S.OK
+    for memh in chain:
+        assert md.stats()["live_bases"] == 1
+        table.memh_release(memh)
+    for _ in chain:
+        md.progress()
+    stats = md.stats()
+    assert (stats["live_bases"], stats["live_derived"], device.live_keys) == (0, 0, {})
     fakes.memory.check()
 
 

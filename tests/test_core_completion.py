@@ -200,6 +200,81 @@ def test_rule6_dropped_references(fakes, drop):
     base.dereg()
 
 
+@pytest.mark.parametrize("destroy", ["now", "progress", "flush", "manual"])
+@pytest.mark.parametrize("depth", [1, 2, 300])
+def test_rule5_what_was_let_go_of_goes_by_itself(fakes, destroy, depth):
+    """Each after what was derived from it, as the device gets on with it; nobody closes the Md."""
+    md, device = fakes(destroy=destroy)
+    win = md.mem_reg(bytearray(64))
+    for _ in range(depth):
+        win = win.derive()
+        win.mkey_pack()
+    del win
+    gc.collect()
+    for _ in range(depth):
+        device.complete() if destroy == "manual" else md.progress()
+    stats = md.stats()
+    assert (stats["live_bases"], stats["live_derived"], device.live_keys) == (0, 0, {})
+
+
+@pytest.mark.parametrize("cascade", [False, True])
+def test_rule5_dereg_waits_for_what_was_let_go_of(fakes, cascade):
+    """That is no live derived handle of anybody's; one with a user still is."""
+    md, _ = fakes(destroy="progress")
+    base, win = packed(md)
+    small = win.derive()
+    small.mkey_pack()
+    kept = base.derive()
+    del win, small
+    gc.collect()
+    assert md.stats()["live_derived"] == 3
+    if not cascade:
+        with pytest.raises(um.BusyError, match="live derived"):
+            base.dereg()
+        assert md.stats()["live_derived"] == 1
+        kept.dereg()
+    base.dereg(cascade=cascade)
+    assert (base.state, kept.state) == (CLOSED, REVOKED if cascade else CLOSED)
+
+
+def test_rule5_cascade_waits_for_a_revocation_that_somebody_began(fakes):
+    md, _ = fakes(destroy="progress")
+    base, win = packed(md)
+    seen = []
+    win.invalidate(seen.append)
+    with pytest.raises(um.BusyError, match="live derived"):
+        base.dereg()
+    base.dereg(cascade=True)
+    assert (seen, win.state, base.state) == ([OK], REVOKED, CLOSED)
+
+
+def test_rule5_and_says_so_if_the_device_refuses(fakes):
+    md, device = fakes(destroy="manual")
+    base, win = packed(md)
+    del win
+    gc.collect()
+    device.complete(status=IO_ERROR)
+    for cascade in (False, True):
+        device.fail("key_destroy", IO_ERROR)
+        with pytest.raises(um.DeviceError if cascade else um.BusyError):
+            base.dereg(cascade=cascade)
+    assert base.state == LIVE
+
+
+@pytest.mark.parametrize("step", ["mem_reg", "pack"])
+def test_rule12_who_only_makes_and_lets_go_makes_progress(fakes, step):
+    """No call of his waits, and still nothing piles up."""
+    md, _ = fakes(destroy="progress")
+    base = md.mem_reg(bytearray(64))
+    for _ in range(50):
+        if step == "mem_reg":
+            base = md.mem_reg(bytearray(64))
+        base.derive().mkey_pack()
+        gc.collect()
+        stats = md.stats()
+        assert (stats["live_bases"] <= 2, stats["live_derived"] <= 2) == (True, True)
+
+
 @pytest.mark.parametrize("outcome", ["done", "raised"])
 def test_rule6_the_callback_is_let_go_of(fakes, outcome):
     md, device = fakes()

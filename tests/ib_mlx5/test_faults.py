@@ -237,7 +237,7 @@ def test_cascade_stops_at_the_first_that_resists(owner, soft, base):
 
 def test_a_handle_that_is_dropped_is_not_forgotten(soft, tidy):
     """Its key would not go when nobody held it any more: the Md sees to it when it is closed."""
-    with opened() as md:
+    with opened(umr="off") as md:
         base = md.mem_reg(bytearray(SIZE))
         live = soft.stat("mkeys.live")
         win = base.derive()

@@ -261,6 +261,17 @@ cdef ucxm_status_t revoke_wait(ucxm_memh_t *memh, ucxm_status_t status) noexcept
     return books_of(memh).failed
 
 
+cdef ucxm_status_t revoke_blocking(ucxm_memh_t *memh, bint closing,
+                                   ucxm_error_t *error) noexcept nogil:
+    """What users let go of below it is none of the handles that it is BUSY of."""
+    cdef ucxm_memh_t *found = orphan_ending(memh)
+    while found != NULL:
+        revoke_wait(found, UCXM_INPROGRESS)
+        memh_put(found)
+        found = orphan_ending(memh)
+    return revoke_wait(memh, revoke(memh, closing, NULL, error))
+
+
 cdef ucxm_status_t revoke_below(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:
     """Revoke what was derived from it, leaves first; stops at the first that resists."""
     cdef ucxm_status_t status = UCXM_OK
@@ -273,6 +284,7 @@ cdef ucxm_status_t revoke_below(ucxm_memh_t *memh, ucxm_error_t *error) noexcept
         leaf = revoke_leaf(md_of(memh), memh)
         if leaf == NULL:
             break
+        revoke_wait(leaf, UCXM_INPROGRESS)  # somebody may have begun
         status = revoke_wait(leaf, revoke(leaf, False, NULL, error))
         if revoke_overtaken(leaf, status):
             status = UCXM_OK
@@ -290,8 +302,9 @@ cdef ucxm_status_t ucxm_mem_invalidate(ucxm_memh_t *memh, uint32_t flags, ucxm_c
         status = revoke_below(memh, error)
         if status != UCXM_OK:
             return status
-    status = revoke(memh, False, comp, error)
-    return status if comp != NULL else revoke_wait(memh, status)
+    if comp == NULL:
+        return revoke_blocking(memh, False, error)
+    return revoke(memh, False, comp, error)
 
 
 cdef ucxm_status_t ucxm_mem_dereg(ucxm_memh_t *memh, uint32_t flags, ucxm_completion_t *comp,
@@ -308,8 +321,9 @@ cdef ucxm_status_t ucxm_mem_dereg(ucxm_memh_t *memh, uint32_t flags, ucxm_comple
         status = revoke_below(memh, error)
         if status != UCXM_OK:
             return status
-    status = revoke(memh, True, comp, error)
-    return status if comp != NULL else revoke_wait(memh, status)
+    if comp == NULL:
+        return revoke_blocking(memh, True, error)
+    return revoke(memh, True, comp, error)
 
 
 cdef void ucxm_memh_release(ucxm_memh_t *memh) noexcept nogil:

@@ -66,6 +66,7 @@ cdef struct md_t:
     layout_t layout          # of its handles
     uint64_t next_key_id
     spin_t tree_lock         # links, states and counts of handles and endpoints
+    uint32_t orphans         # handles whose users are gone, and which could not go with them
     uint32_t live_bases
     uint32_t live_derived
     uint32_t live_rkeys
@@ -191,6 +192,13 @@ cdef unsigned md_progress(md_t *md) noexcept nogil:
     count = md.ops.progress(md.priv)
     md_leave(md)
     return count
+
+
+cdef inline void md_orphans(md_t *md) noexcept nogil:
+    """A program that only makes handles and lets go of them makes no progress otherwise, and what
+    the device has done with stays."""
+    if load32(&md.orphans) != 0:
+        md_progress(md)
 
 
 cdef ucxm_status_t md_event_fd(md_t *md, int *fd, ucxm_error_t *error) noexcept nogil:

@@ -290,6 +290,7 @@ cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
     cdef ucxm_status_t status
     cdef ucxm_memh_t *memh
     memh_p[0] = NULL
+    md_orphans(md)
     if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
         rights &= ~UCXM_MEM_ACCESS_REMOTE
     memh = memh_alloc(md, reg, rights) if md.epoch == fork_epoch else NULL

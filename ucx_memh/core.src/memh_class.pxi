@@ -35,6 +35,7 @@ cdef int revoke_descendants(Memh self, str op) except -1:
         if leaf == NULL:
             return 0
         try:
+            wait_ended(leaf)  # somebody may have begun
             revoke_and_wait(leaf, False, NULL, op)
         except (_errors.RevokedError, _errors.ClosedError) as reason:
             if not revoke_overtaken(leaf, reason.status):
@@ -286,7 +287,8 @@ cdef class Memh:
         asks for the promise that no key of this handle works afterwards and raises
         UnsupportedError, with the handle as before, where the domain cannot keep that.  `cascade`
         first closes what was derived from it, leaves first.  Raises BusyError (live derived
-        handles, or transfers that use the memory locally), DeviceError.
+        handles, or transfers that use the memory locally), DeviceError.  What was derived and let
+        go of is waited for, with `cascade` whatever is being revoked.
         """
         cdef ucxm_error_t error
         cdef ucxm_status_t status = UCXM_OK

@@ -216,6 +216,7 @@ cdef ucxm_status_t pack_slow(ucxm_memh_t *memh, uint32_t flags, packed_t **packe
         return status
     index = choice.same_as + (PACK_RAW_INDEX if raw else 0)
     place = &books_of(memh).packed[index]
+    md_orphans(md)
     status = md_enter(md)
     if status != UCXM_OK:
         return status

@@ -102,6 +102,7 @@ cdef void revoke_device_done(ucxm_completion_t *self, ucxm_status_t status) noex
     if user_done != NULL:
         user_done.func(user_done, status)
     orphan_reap(md, memh)
+    orphans_revoke(orphan_above(md, memh))
     memh_put(memh)
 
 
@@ -113,9 +114,38 @@ cdef void orphan_reap(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     reap = books.closing & ORPHAN and memh.id.state >= UCXM_MEMH_REVOKED
     if reap:
         books.closing &= ~<uint32_t>ORPHAN
+        bump32(&md.orphans, <uint32_t>-1)
     spin_unlock(&md.tree_lock)
     if reap:
         memh_put(memh)
+
+
+cdef ucxm_memh_t *orphan_above(md_t *md, const ucxm_memh_t *memh) noexcept nogil:
+    """The parent, with a reference, if it is an orphan that waited for this one alone.  The caller
+    was at work on this one, which therefore holds its parent."""
+    cdef ucxm_memh_t *parent = memh.id.parent
+    if parent == NULL or load32(&md.orphans) == 0:
+        return NULL
+    spin_lock(&md.tree_lock)
+    if books_of(parent).closing & ORPHAN and parent.id.state == UCXM_MEMH_LIVE and (
+            books_of(parent).children == NULL and load32(&books_of(parent).pending) == 0):
+        memh_get(parent)
+    else:
+        parent = NULL
+    spin_unlock(&md.tree_lock)
+    return parent
+
+
+cdef void orphans_revoke(ucxm_memh_t *memh) noexcept nogil:
+    """One that nothing is below any more, or NULL, and then whatever waited for it.  Takes the
+    reference."""
+    cdef ucxm_memh_t *above
+    while memh != NULL:  # a loop: chains of derived handles may be long
+        above = NULL
+        revoke_step(memh, True, NULL, True, &above, NULL)
+        orphan_reap(md_of(memh), memh)
+        memh_put(memh)
+        memh = above
 
 
 cdef inline bint revoke_keyless(md_t *md, ucxm_memh_t *memh, bint closing) noexcept nogil:
@@ -128,7 +158,8 @@ cdef inline bint revoke_keyless(md_t *md, ucxm_memh_t *memh, bint closing) noexc
         return False
     spin_lock(&md.tree_lock)
     keyless = (memh.id.state == UCXM_MEMH_LIVE and books.children == NULL and
-               load32(&books.pending) == 0 and load32(&books.touched) == 0)
+               load32(&books.pending) == 0 and load32(&books.touched) == 0 and
+               md.orphans == 0)  # one may be above it
     if keyless and memh.id.parent != NULL:
         memh_settle(md, memh, closing)
     elif keyless:
@@ -139,10 +170,11 @@ cdef inline bint revoke_keyless(md_t *md, ucxm_memh_t *memh, bint closing) noexc
     return keyless
 
 
-cdef ucxm_status_t revoke_start(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
-                                bint flush, ucxm_error_t *error) noexcept nogil:
-    """As revoke(); without `flush` what is INPROGRESS may lie with the backend until its
-    key_flush or progress."""
+cdef ucxm_status_t revoke_step(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
+                               bint flush, ucxm_memh_t **above,
+                               ucxm_error_t *error) noexcept nogil:
+    """As revoke_start(), but leaves to the caller what waited for this one: `above`, if set, is
+    for orphans_revoke."""
     cdef md_t *md = md_of(memh)
     cdef books_t *books = books_of(memh)
     cdef ucxm_status_t status
@@ -182,6 +214,8 @@ cdef ucxm_status_t revoke_start(ucxm_memh_t *memh, bint closing, ucxm_completion
     if status != UCXM_INPROGRESS:
         books.user_done = NULL
         status = revoke_finish(md, memh, status, error)
+        if status == UCXM_OK:
+            above[0] = orphan_above(md, memh)
         md_leave(md)
         if comp != NULL and status == UCXM_OK:
             comp.func(comp, UCXM_OK)
@@ -191,6 +225,16 @@ cdef ucxm_status_t revoke_start(ucxm_memh_t *memh, bint closing, ucxm_completion
         md.ops.key_flush(md.priv)
     md_leave(md)
     return UCXM_INPROGRESS
+
+
+cdef ucxm_status_t revoke_start(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
+                                bint flush, ucxm_error_t *error) noexcept nogil:
+    """As revoke(); without `flush` what is INPROGRESS may lie with the backend until its
+    key_flush or progress."""
+    cdef ucxm_memh_t *above = NULL
+    cdef ucxm_status_t status = revoke_step(memh, closing, comp, flush, &above, error)
+    orphans_revoke(above)
+    return status
 
 
 cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
@@ -225,13 +269,15 @@ cdef ucxm_memh_t *revoke_leaf(md_t *md, ucxm_memh_t *memh) noexcept nogil:
 cdef void memh_drop(void *thing) noexcept nogil:
     """The user lets go of the handle, deregistered or not.
 
-    What cannot be torn down now (the device refuses, or is still at it) becomes an orphan of the
-    Md, which tries again when it is closed.
+    What cannot be torn down now becomes an orphan of the Md: one that the device is still at goes
+    when that is done, one with derived handles after the last of them, and what the device refuses
+    is tried again when the Md is closed.
     """
     cdef ucxm_memh_t *memh = <ucxm_memh_t *>thing
     cdef md_t *md = md_of(memh)
     cdef books_t *books = books_of(memh)
     cdef bint orphan = False
+    cdef bint late = False
     if books.epoch != fork_epoch:
         return  # the parent's; nothing of it is freed here
     if load32(&memh.id.state) != UCXM_MEMH_CLOSED and (
@@ -240,9 +286,42 @@ cdef void memh_drop(void *thing) noexcept nogil:
         orphan = memh.id.state == UCXM_MEMH_LIVE or memh.id.state == UCXM_MEMH_REVOKING
         if orphan:
             books.closing |= ORPHAN
+            bump32(&md.orphans, 1)
+            # The last one below it may have gone between the look above and this.
+            late = (memh.id.state == UCXM_MEMH_LIVE and books.children == NULL and
+                    load32(&books.pending) == 0)
+            if late:
+                memh_get(memh)
         spin_unlock(&md.tree_lock)
-    if not orphan:
+    if late:
+        orphans_revoke(memh)
+    elif not orphan:
         memh_put(memh)
+
+
+cdef ucxm_memh_t *orphan_ending(ucxm_memh_t *memh) noexcept nogil:
+    """One below it that its user let go of and the device is at, with a reference; or NULL."""
+    cdef md_t *md
+    cdef ucxm_memh_t *found
+    if books_of(memh).epoch != fork_epoch or load32(&memh.id.state) == UCXM_MEMH_CLOSED:
+        return NULL
+    md = md_of(memh)
+    if load32(&md.orphans) == 0:
+        return NULL
+    spin_lock(&md.tree_lock)
+    found = books_of(memh).children
+    while found != NULL:
+        if books_of(found).closing & ORPHAN and load32(&books_of(found).pending) != 0:
+            memh_get(found)
+            break
+        if books_of(found).children != NULL:
+            found = books_of(found).children
+            continue
+        while found != memh and books_of(found).next == NULL:
+            found = found.id.parent
+        found = NULL if found == memh else books_of(found).next
+    spin_unlock(&md.tree_lock)
+    return found
 
 
 cdef ucxm_status_t dereg_check(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:

@@ -30,6 +30,34 @@ cdef void waiter_run(ucxm_completion_t *self, ucxm_status_t status) noexcept nog
         waiter_call(self, status)
 
 
+cdef int wait_ended(ucxm_memh_t *memh) except -1:
+    """Wait until nobody is at its revocation, looking at signals now and then."""
+    cdef md_t *md = md_of(memh)
+    cdef books_t *books = books_of(memh)
+    cdef uint64_t deadline
+    while load32(&books.pending) != 0:
+        with nogil:
+            deadline = now_ns() + SLICE_NS
+            while load32(&books.pending) != 0 and now_ns() < deadline:
+                if md_progress(md) == 0:
+                    sched_yield()
+        PyErr_CheckSignals()
+    return 0
+
+
+cdef int wait_orphans(ucxm_memh_t *memh) except -1:
+    """What its user let go of is none of the live derived handles that it is BUSY of."""
+    cdef ucxm_memh_t *found = orphan_ending(memh)
+    while found != NULL:
+        try:
+            wait_ended(found)
+        finally:
+            with nogil:
+                memh_put(found)
+        found = orphan_ending(memh)
+    return 0
+
+
 cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
                          str op) except -1:
     """Revoke; without a completion wait for the device, looking at signals now and then.
@@ -40,26 +68,21 @@ cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *com
     cdef books_t *books = books_of(memh)
     cdef ucxm_error_t error
     cdef ucxm_status_t status
-    cdef uint64_t deadline
     if books.epoch == fork_epoch and memh.id.parent != NULL and (
             load32(&memh.id.state) == UCXM_MEMH_LIVE) and revoke_keyless(md, memh, closing):
         if comp != NULL:
             comp.func(comp, UCXM_OK)
         return 0
     error_clear(&error)
+    if comp == NULL:
+        wait_orphans(memh)
     if md.attr.fast_reg:
         status = revoke(memh, closing, comp, &error)
     else:
         with nogil:
             status = revoke(memh, closing, comp, &error)
     if status == UCXM_INPROGRESS and comp == NULL:
-        while load32(&books.pending) != 0:
-            with nogil:
-                deadline = now_ns() + SLICE_NS
-                while load32(&books.pending) != 0 and now_ns() < deadline:
-                    if md_progress(md) == 0:
-                        sched_yield()
-            PyErr_CheckSignals()
+        wait_ended(memh)
         status = books.failed
     if status < 0:
         raise memh_failure(status, op, memh, &error)
