@@ -424,6 +424,43 @@ def test_threads_share_the_pool(owner, base, soft, fault):
     base.dereg()
 
 
+def test_threads_let_go(owner):
+    """Of bases and handles, in any order, while others' ends are under way: all goes, unasked."""
+    failed = []
+
+    def lives():
+        try:
+            for turn in range(100):
+                base = owner.mem_reg(bytearray(4096))
+                win = base.derive()
+                small = win.derive(0, 64)
+                win.mkey_pack(), small.mkey_pack()
+                if turn % 4 == 0:
+                    del base, win, small
+                elif turn % 4 == 1:
+                    small.invalidate(lambda status: None)
+                    del base, win
+                elif turn % 4 == 2:
+                    del small
+                    win.dereg()
+                else:
+                    del small
+                    base.dereg(cascade=True)
+        except BaseException as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=lives) for _ in range(4)]
+    for thread in workers:
+        thread.start()
+    for thread in workers:
+        thread.join(60)
+    assert failed == []
+    progressed(owner, lambda: owner.stats()["live_bases"] == 0)
+    assert owner.stats()["live_derived"] == pool(owner)[1] == 0
+    assert sent(owner)[0] <= 8 * len(workers)  # the same few keys all along
+    owner.close()
+
+
 # ---- the domain ----
 
 
