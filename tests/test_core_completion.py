@@ -217,6 +217,26 @@ def test_rule5_what_was_let_go_of_goes_by_itself(fakes, destroy, depth):
     assert (stats["live_bases"], stats["live_derived"], device.live_keys) == (0, 0, {})
 
 
+def test_rule5_close_waits_for_what_was_let_go_of(fakes):
+    """Nobody has anything of the domain any more, so it is not in use."""
+    md, device = fakes(destroy="progress")
+    win = md.mem_reg(bytearray(64))
+    for _ in range(4):
+        win = win.derive()
+        win.mkey_pack()
+    other = md.mem_reg(bytearray(64))
+    one = other.derive()
+    one.mkey_pack()
+    del win, one
+    gc.collect()
+    with pytest.raises(um.BusyError):
+        md.close()
+    assert (md.stats()["live_bases"], md.stats()["live_derived"]) == (1, 0)
+    other.dereg()
+    md.close()
+    assert device.closed
+
+
 @pytest.mark.parametrize("cascade", [False, True])
 def test_rule5_dereg_waits_for_what_was_let_go_of(fakes, cascade):
     """That is no live derived handle of anybody's; one with a user still is."""

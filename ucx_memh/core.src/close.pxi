@@ -54,6 +54,22 @@ cdef ucxm_status_t close_handles(md_t *md, bint derived, uint64_t until,
             return status
 
 
+cdef ucxm_status_t close_orphans(md_t *md, uint64_t until) noexcept nogil:
+    """What users let go of is none of the handles that the domain is BUSY of.  INPROGRESS: the
+    device was still at it at the time `until`."""
+    cdef ucxm_memh_t *memh = orphan_find(md, NULL)
+    cdef ucxm_status_t status = UCXM_OK
+    while memh != NULL and status == UCXM_OK:
+        while load32(&books_of(memh).pending) != 0 and status == UCXM_OK:
+            if now_ns() >= until:
+                status = UCXM_INPROGRESS
+            elif md_progress(md) == 0:
+                sched_yield()
+        memh_put(memh)
+        memh = orphan_find(md, NULL) if status == UCXM_OK else NULL
+    return status
+
+
 cdef ucxm_status_t close_parked(md_t *md, uint64_t until, ucxm_error_t *error) noexcept nogil:
     """Destroy the keys that were never handed out and see to the end of it."""
     cdef ucxm_status_t status
@@ -117,7 +133,9 @@ cdef ucxm_status_t md_close(md_t *md, bint force, uint64_t until,
     if force:
         status = close_everything(md, until, error)
     else:
-        status = close_parked(md, until, error)
+        status = close_orphans(md, until)
+        if status == UCXM_OK:
+            status = close_parked(md, until, error)
     if status != UCXM_OK:
         # Another thread that closes it, too, may have been faster meanwhile.
         return UCXM_OK if load32(&md.state) == MD_CLOSED else status

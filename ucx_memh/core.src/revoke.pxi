@@ -299,17 +299,14 @@ cdef void memh_drop(void *thing) noexcept nogil:
         memh_put(memh)
 
 
-cdef ucxm_memh_t *orphan_ending(ucxm_memh_t *memh) noexcept nogil:
-    """One below it that its user let go of and the device is at, with a reference; or NULL."""
-    cdef md_t *md
+cdef ucxm_memh_t *orphan_find(md_t *md, ucxm_memh_t *root) noexcept nogil:
+    """One below it, or anywhere for NULL, that its user let go of and the device is at; with a
+    reference, or NULL."""
     cdef ucxm_memh_t *found
-    if books_of(memh).epoch != fork_epoch or load32(&memh.id.state) == UCXM_MEMH_CLOSED:
-        return NULL
-    md = md_of(memh)
     if load32(&md.orphans) == 0:
         return NULL
     spin_lock(&md.tree_lock)
-    found = books_of(memh).children
+    found = md.bases if root == NULL else books_of(root).children
     while found != NULL:
         if books_of(found).closing & ORPHAN and load32(&books_of(found).pending) != 0:
             memh_get(found)
@@ -317,11 +314,18 @@ cdef ucxm_memh_t *orphan_ending(ucxm_memh_t *memh) noexcept nogil:
         if books_of(found).children != NULL:
             found = books_of(found).children
             continue
-        while found != memh and books_of(found).next == NULL:
+        while found != root and books_of(found).next == NULL:
             found = found.id.parent
-        found = NULL if found == memh else books_of(found).next
+        found = NULL if found == root else books_of(found).next
     spin_unlock(&md.tree_lock)
     return found
+
+
+cdef ucxm_memh_t *orphan_ending(ucxm_memh_t *memh) noexcept nogil:
+    """As orphan_find, below a handle that may be closed or another process's."""
+    if books_of(memh).epoch != fork_epoch or load32(&memh.id.state) == UCXM_MEMH_CLOSED:
+        return NULL
+    return orphan_find(md_of(memh), memh)
 
 
 cdef ucxm_status_t dereg_check(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:
