@@ -411,7 +411,8 @@ typedef struct ucxm_api {
      * derived handles.  Again: OK.  `flags`: UCXM_DEREG_INVALIDATE, UCXM_CASCADE. */
     ucxm_status_t (*mem_dereg)(ucxm_memh_t *memh, uint32_t flags, ucxm_completion_t *comp,
                                ucxm_error_t *error);
-    /* Give the handle back, deregistered or not; what resists is torn down by md_close. */
+    /* Give the handle back, deregistered or not.  It ends when the device is done with its keys and
+     * after all that was derived from it; what resists is torn down by md_close. */
     void (*memh_release)(ucxm_memh_t *memh);
 
     /* ---- keys ---- */
