@@ -38,7 +38,7 @@ cdef md_t *md_use(Md self, str op) except NULL:
         raise _errors.ClosedError("the Md is closed", op=op)
     if md.epoch != fork_epoch:
         raise failure(UCXM_ERR_FORKED, op, md, NULL, {})
-    if md.dropped != NULL:
+    if load_ptr(<void **>&md.dropped) != NULL:
         with nogil:
             md_tidy(md)
     return md

@@ -56,7 +56,7 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
                                  ucxm_error_t *error) noexcept nogil:
     """The keys are gone (OK) or one resisted: settle the state."""
     cdef books_t *books = books_of(memh)
-    cdef bint closing = books.closing & CLOSING
+    cdef bint closing = load32(&books.closing) & CLOSING  # others may just let go of it
     cdef bint last = status == UCXM_OK and closing and memh.id.parent == NULL
     cdef bint held = last and reg_of(memh).held
     if held:
@@ -285,7 +285,7 @@ cdef void memh_drop(void *thing) noexcept nogil:
         spin_lock(&md.tree_lock)
         orphan = memh.id.state == UCXM_MEMH_LIVE or memh.id.state == UCXM_MEMH_REVOKING
         if orphan:
-            books.closing |= ORPHAN
+            store32(&books.closing, books.closing | ORPHAN)
             bump32(&md.orphans, 1)
             # The last one below it may have gone between the look above and this.
             late = (memh.id.state == UCXM_MEMH_LIVE and books.children == NULL and
