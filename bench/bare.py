@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compiles and loads `_bare.c`: process_vm_readv, process_vm_writev, memcpy from Python."""
+"""Compiles C extensions for benches: `_bare.c`, system calls and memcpy from Python."""
 
 import importlib.util
 import os
@@ -16,23 +16,32 @@ BUILD = ROOT / "build/bench"
 
 
 @cache
-def load() -> ModuleType:
-    """The compiled module; a call costs what a C function of Python costs, not ctypes' 300 ns."""
-    made = BUILD / ("bare" + sysconfig.get_config_var("EXT_SUFFIX"))
-    if not made.exists() or made.stat().st_mtime_ns < SOURCE.stat().st_mtime_ns:
+def extension(source: Path) -> ModuleType:
+    """The module `name` of `_name.c`, compiled anew when that has changed.
+
+    A call costs what a C function of Python costs, not ctypes' 300 ns.
+    """
+    name = source.stem.removeprefix("_")
+    made = BUILD / (name + sysconfig.get_config_var("EXT_SUFFIX"))
+    if not made.exists() or made.stat().st_mtime_ns < source.stat().st_mtime_ns:
         BUILD.mkdir(parents=True, exist_ok=True)
         compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
         new = made.with_suffix(f".{os.getpid()}")
         subprocess.run(
             [
                 *(*compiler, "-O2", "-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"),
-                *(str(SOURCE), "-o", str(new)),
+                *(str(source), "-o", str(new)),
             ],
             check=True,
         )
         new.replace(made)  # somebody else may be loading it
-    spec = importlib.util.spec_from_file_location("bare", made)
+    spec = importlib.util.spec_from_file_location(name, made)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def load() -> ModuleType:
+    """Of _bare.c."""
+    return extension(SOURCE)
