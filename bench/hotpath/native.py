@@ -24,8 +24,10 @@ def compile_library(source: Path, folder: Path) -> Path:
     if not library.exists() or library.stat().st_mtime < newest:
         compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
         options = ["-std=c11", "-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
-        command = [*compiler, *options, f"-I{um.get_include()}", str(source), "-o", str(library)]
+        new = library.with_suffix(f".{os.getpid()}")
+        command = [*compiler, *options, f"-I{um.get_include()}", str(source), "-o", str(new)]
         subprocess.run(command, check=True)
+        new.replace(library)  # somebody else may be loading it
     return library
 
 
