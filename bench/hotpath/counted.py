@@ -43,7 +43,11 @@ def main() -> None:
     with all_ways(folder) as ways:
         for key, way in ways.items():
             # The first dump is thrown away: it has in it what is done once.
-            for name, count in ((None, WARM), ([*key, calls], calls), ([*key, 3 * calls], 3 * calls)):
+            for name, count in (
+                (None, WARM),
+                ([*key, calls], calls),
+                ([*key, 3 * calls], 3 * calls),
+            ):
                 label = json.dumps(name).encode()
                 marks.mark_begin()
                 way(count)

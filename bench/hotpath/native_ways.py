@@ -51,9 +51,7 @@ def limits(loops: Loops, sizes: list[int]) -> Iterator[Entry]:
 def of_device(loops: Loops, it: Device) -> Iterator[Entry]:
     md, base, packs = pointer(it.md), pointer(it.base), pointer(it.packs)
     memory = c.c_void_p(it.address), c.c_size_t(len(it.memory)), c.c_uint64(0)
-    yield Entry(
-        "mem_reg + dereg + release", it.name, lambda n: loops("reg", md, *memory, count=n)
-    )
+    yield Entry("mem_reg + dereg + release", it.name, lambda n: loops("reg", md, *memory, count=n))
     if it.win is not None:
         yield Entry(
             "derive + dereg + release",
@@ -61,9 +59,7 @@ def of_device(loops: Loops, it: Device) -> Iterator[Entry]:
             lambda n: loops("derive", base, count=n),
             f"malloc + memcpy + free of {it.handle_size} B",
         )
-    yield Entry(
-        "mkey_pack, again", it.name, lambda n: loops("pack", packs, c.c_uint32(0), count=n)
-    )
+    yield Entry("mkey_pack, again", it.name, lambda n: loops("pack", packs, c.c_uint32(0), count=n))
     if it.win is not None:  # a key of cma's has no native part
         yield Entry(
             "mkey_pack RAW, again",
