@@ -77,13 +77,3 @@ def count(calls: int) -> list[Row]:
     if not dumps:
         raise CannotCountError(NO_MARKS)
     return difference(sorted(dumps, key=lambda dump: json.dumps(dump[0])))
-
-
-def changes(now: list[Row], before: list[Row]) -> dict[tuple[str, str, str | None], int]:
-    """What was counted before, for each way that is there now."""
-    known = {(row["table"], row["what"], row["component"]) for row in now}
-    return {
-        key: row["instructions"]
-        for row in before
-        if (key := (row["table"], row["what"], row["component"])) in known
-    }
