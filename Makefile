@@ -17,7 +17,7 @@ SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/te
 MODULES := ucx_memh $(addprefix ucx_memh.,bundle capi config core errors flags hookspecs plugins \
              python_backend resources testing)
 
-.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench bench-report lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench bench-report hotpath lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -91,6 +91,12 @@ bench: build
 # docs/bench.*: what all costs here, as a page and pictures, by the extra `report`.
 bench-report: build $(VENV)/report.stamp
 	$(PY) -m bench.report $(ARGS)
+
+# docs/hotpath.json: the shortest calls, beside their limits.  Without valgrind no instructions are
+# counted, and it says so.
+hotpath: build
+	PYTHON="$(PYTHON)" sh tools/bootstrap.sh valgrind || true
+	$(PY) -m bench.hotpath $(ARGS)
 
 $(VENV)/report.stamp: $(TOOLS)
 	@$(PY) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \

@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.source
 
-GROUPS = {"register", "derive", "pack", "unpack", "invalidate", "revoke one peer"}
+GROUPS = {"register", "derive", "pack", "unpack", "invalidate", "revoke one peer", "batches"}
 GROUPS |= {"data path: get", "data path: put"}
 
 KIB, MIB = 1 << 10, 1 << 20

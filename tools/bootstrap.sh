@@ -1,6 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: BSD-3-Clause
-# Installs what the build needs from the system, and only what is not there.
+# bootstrap.sh [PROGRAM...]: installs what the build needs from the system, and these programs of
+# packages of the same name; only what is not there.
 set -eu
 python=${PYTHON:-python3}
 
@@ -20,6 +21,9 @@ command -v "$python" >/dev/null || need python3
 python_says 'import ensurepip, venv' || need python3-venv
 python_says 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' ||
     need python3-dev
+for program; do
+    command -v "$program" >/dev/null || need "$program"
+done
 
 if [ -n "$missing" ]; then
     if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then

@@ -43,10 +43,12 @@ def ns(value: float | None) -> str:
 
 
 def wanted(goal: Target) -> str:
+    if goal.words:
+        return goal.words
     words = "at least" if goal.least else "at most"
     if goal.key == "at_phase_ns":
         return f"{words} {goal.bound:g} ns in that phase"
-    return f"{words} {goal.bound:.3g} times"
+    return f"{words} {goal.bound:g} times"
 
 
 def verdict(goal: Target | None, row: Data) -> str:
