@@ -38,11 +38,14 @@ def ways() -> dict[str, Way]:
 
 
 def parts(times: Times) -> Times:
-    """Of each round, what each part takes by itself; never below nothing."""
+    """Of each round, what each part takes by itself.
+
+    One that a neighbour disturbed may be below nothing; in a sum that falls out again.
+    """
     alone = {}
     for part, (_, off) in PARTS.items():
         taken = times[off] if off else [0.0] * len(times[part])
-        alone[part] = [max(0.0, a - b) for a, b in zip(times[part], taken, strict=True)]
+        alone[part] = [a - b for a, b in zip(times[part], taken, strict=True)]
     return alone
 
 

@@ -171,8 +171,8 @@ many times as much an item of the one call costs among {max_items(data):,} as am
 {batches(data)}
 ### Instructions
 
-{counted}: user space alone, of one call. They repeat, to the instruction or one beside; so a change
-here is a change of the code, or of the compiler.
+{counted}: user space alone, of one call. They repeat, to the
+instruction or one beside; so a change here is a change of the code, or of the compiler.
 
 {counts(data, before)}"""
 
