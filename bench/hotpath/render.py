@@ -11,6 +11,8 @@ from bench.report.page import digits, table
 
 Data = dict[str, Any]
 
+CALLER = {"c": "C", "python": "Python"}
+
 DATA = Path(__file__).resolve().parents[2] / "docs/hotpath.json"
 
 
@@ -118,7 +120,7 @@ def counts(data: Data, before: list[Data] | None = None) -> str:
     }
     rows = []
     for row in data["counts"]:
-        line = [row["what"], {"c": "C", "python": "Python"}[row["table"]], of(row)]
+        line = [row["what"], CALLER[row["table"]], of(row)]
         line.append(f"{row['instructions']:,}")
         if before is not None:
             old = was.pop((row["table"], row["what"], row["component"]), None)
@@ -127,7 +129,7 @@ def counts(data: Data, before: list[Data] | None = None) -> str:
         rows.append(line)
     if before is not None and data["counts"]:  # what is no more shows too
         rows += [
-            [what, where, component or "none", "gone", f"was {old:,}"]
+            [what, CALLER[where], component or "none", "gone", f"was {old:,}"]
             for (where, what, component), old in was.items()
         ]
     head = ["call", "from", "component", "instructions"] + ["before"] * (before is not None)
