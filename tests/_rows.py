@@ -363,16 +363,20 @@ def test_D9_one_allocator(tidy, device, library):
 
 
 def test_D10_base_and_derived_have_one_size(owner, library):
-    """There is one sizing function, so a copy cannot be of another size than what is copied."""
+    """There is one sizing function, so a copy cannot be of another size than what is copied.
+
+    A base's Registration is in front of it, in the same allocation.
+    """
     memory = text()
     link(owner, library)
     with PoisonAllocator() as allocator:
         base = owner.mem_reg(memory)
-        size = allocator.sizes[-1]
-        before = len(allocator.sizes)
+        (with_registration,) = allocator.sizes
         win = base.derive()
         small = win.derive(64, 64, GET | PUT)
-        assert allocator.sizes[before:] == [size, size]
+        size = allocator.sizes[-1]
+        assert allocator.sizes == [with_registration, size, size]
+        assert with_registration > size
         _, copied, copy_size, _, bare = memh_layout()
         assert memh_layout(size - bare)[-1] == size
         one, two, three = (memh_bytes(memh, size) for memh in (base, win, small))

@@ -55,21 +55,14 @@ cdef void init_own(ucxm_memh_t *memh, uint64_t address, uint64_t length, uint64_
     memset(own.slot, 0, sizeof(own.slot))
 
 
-cdef ucxm_memh_t *memh_alloc_bytes(const layout_t *layout) noexcept nogil:
-    """The handle in a new allocation, of which nothing is written yet."""
-    cdef books_t *books = <books_t *>mem_alloc(layout.size)
-    return NULL if books == NULL else <ucxm_memh_t *>(books + 1)
+cdef ucxm_memh_t *memh_base(md_t *md, reg_t *reg, uint64_t rights) noexcept nogil:
+    """The base of a Registration, which may still be to be made; lies in the room behind that.
 
-
-cdef ucxm_memh_t *memh_alloc(md_t *md, reg_t *reg, uint64_t rights) noexcept nogil:
-    """A base: size, malloc, init.  Takes the caller's Registration, which may still be to be made.
-
-    Not linked yet: the caller may still throw it away with memh_free.
+    Not linked yet: the caller may still throw both away with reg_free.
     """
     cdef const layout_t *layout = &md.layout
-    cdef ucxm_memh_t *memh = memh_alloc_bytes(layout)
-    if memh == NULL:
-        return NULL
+    cdef books_t *books = <books_t *>(<char *>reg + reg_room(md))
+    cdef ucxm_memh_t *memh = <ucxm_memh_t *>(books + 1)
     init_books(memh, md, &BASE_PLAN)
     init_identity(memh, md, NULL, layout)
     init_inherited(memh, reg, layout.own_offset - sizeof(ucxm_memh_t))
@@ -84,8 +77,9 @@ cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, ui
     Not linked yet: the caller may still throw it away with memh_free.
     """
     cdef const layout_t *layout = &md.layout
-    cdef ucxm_memh_t *memh = memh_alloc_bytes(layout)
-    if memh == NULL:
+    cdef books_t *books = <books_t *>mem_alloc(layout.size)
+    cdef ucxm_memh_t *memh = <ucxm_memh_t *>(books + 1)
+    if books == NULL:
         return NULL
     init_books(memh, md, &DERIVED_PLAN)
     init_identity(memh, md, parent, layout)
@@ -176,7 +170,6 @@ cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
             ep_put(<ep_t *>own.ep)
         if parent == NULL:
             reg_free(reg_of(memh))
-            memh_free(memh)
             md_put(md)
             return
         if not books.closing & HOLDS_PARENT:
@@ -293,13 +286,11 @@ cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
     md_orphans(md)
     if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
         rights &= ~UCXM_MEM_ACCESS_REMOTE
-    memh = memh_alloc(md, reg, rights) if md.epoch == fork_epoch else NULL
-    if memh == NULL:
-        reg_free(reg)
-        return UCXM_ERR_NO_MEMORY if md.epoch == fork_epoch else UCXM_ERR_FORKED
-    status = md_lock_open(md)
+    status = UCXM_ERR_FORKED
+    if md.epoch == fork_epoch:
+        memh = memh_base(md, reg, rights)
+        status = md_lock_open(md)
     if status != UCXM_OK:
-        memh_free(memh)
         reg_free(reg)
         return status
     md_get(md)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # The Registration: what the device holds, and the Python buffer under it.  Its base has it, until
-# the last reference to that is gone.  Never copied.
+# the last reference to that is gone: both are one allocation.  Never copied.
 
 cdef struct reg_t:
     ucxm_registration_t pub   # first: what the backend sees
@@ -32,10 +32,17 @@ cdef inline void reg_release_memory(reg_t *reg) noexcept nogil:
         reg_release_python(reg)
 
 
+cdef inline size_t reg_room(const md_t *md) noexcept nogil:
+    """Of a Registration with the backend's part; its base's books and handle come next."""
+    return align16(sizeof(reg_t)) + align16(md.ops.reg_size)
+
+
 cdef reg_t *reg_alloc(md_t *md) noexcept nogil:
-    cdef reg_t *reg = <reg_t *>alloc_zeroed(align16(sizeof(reg_t)) + md.ops.reg_size)
+    """With room for its base, of which nothing is written yet."""
+    cdef reg_t *reg = <reg_t *>mem_alloc(reg_room(md) + md.layout.size)
     if reg == NULL:
         return NULL
+    memset(reg, 0, reg_room(md))
     reg.pub.priv = <char *>reg + align16(sizeof(reg_t))
     reg.pub.dmabuf_fd = -1
     reg.md = md
@@ -69,6 +76,7 @@ cdef ucxm_status_t reg_unhold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
 
 
 cdef void reg_free(reg_t *reg) noexcept nogil:
+    """With its base, if there ever was one."""
     reg_release_memory(reg)
     mem_free(reg)
 
