@@ -196,23 +196,58 @@ cdef object many_result(ucxm_status_t *each, size_t count, bint partial, str op,
     return statuses_of(each, count)
 
 
+cdef void batch_later(ucxm_memh_t *const *memhs, size_t count, bint later) noexcept:
+    """For the bases among them; not in a forked child, which has no right to."""
+    cdef size_t i
+    for i in range(count):
+        if memhs[i] != NULL and memhs[i].id.parent == NULL and (
+                books_of(memhs[i]).epoch == fork_epoch):
+            store32(&reg_of(memhs[i]).later, later)
+
+
+cdef void batch_give_back(ucxm_memh_t *const *memhs, size_t count) noexcept:
+    """What those that are closed now had of Python's.  Those that are not do it when they are."""
+    cdef size_t i
+    cdef md_t *md = NULL
+    for i in range(count):
+        if memhs[i] != NULL:
+            md = md_of(memhs[i])
+    if md == NULL or md.epoch != fork_epoch:
+        return
+    spin_lock(&md.tree_lock)  # one who closes it looks in here
+    batch_later(memhs, count, False)
+    spin_unlock(&md.tree_lock)
+    for i in range(count):
+        if memhs[i] != NULL and memhs[i].id.parent == NULL and (
+                load32(&memhs[i].id.state) == UCXM_MEMH_CLOSED):
+            reg_give_back(reg_of(memhs[i]))
+
+
 cdef int many_revoke(ucxm_memh_t **memhs, size_t count, bint closing,
                      ucxm_status_t *each) except -1:
     """All of them, the device's work in batches, with a look at signals between.
 
-    An exception from a signal leaves what has begun under way, and the rest as it is.
+    An exception from a signal leaves what has begun under way, and the rest as it is.  What Python
+    lent to bases is given back by this thread, which need not take the GIL for each.
     """
     cdef size_t done = 0
-    cdef size_t started
+    cdef size_t started, slice
     cdef bint settled
     while done < count:
-        with nogil:
-            started = batch_start(memhs + done, count - done, closing, each + done)
-            settled = batch_settle(memhs + done, started, each + done, now_ns() + SLICE_NS)
-        while not settled:
-            PyErr_CheckSignals()
+        slice = min(count - done, <size_t>BATCH)
+        if closing:
+            batch_later(memhs + done, slice, True)
+        try:
             with nogil:
+                started = batch_start(memhs + done, slice, closing, each + done)
                 settled = batch_settle(memhs + done, started, each + done, now_ns() + SLICE_NS)
+            while not settled:
+                PyErr_CheckSignals()
+                with nogil:
+                    settled = batch_settle(memhs + done, started, each + done, now_ns() + SLICE_NS)
+        finally:
+            if closing:
+                batch_give_back(memhs + done, slice)
         done += started
         PyErr_CheckSignals()
     return 0

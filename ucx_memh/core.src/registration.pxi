@@ -8,6 +8,7 @@ cdef struct reg_t:
     uint32_t inflight         # transfers that use the local key
     bint held                 # the native registration exists
     PyObject *owner           # keeps plain addresses alive
+    uint32_t later            # who closes the base gives them back, and not who finds it closed
     bint has_buffer
     Py_buffer buffer
 
@@ -16,8 +17,8 @@ cdef inline reg_t *reg_of(const ucxm_memh_t *memh) noexcept nogil:
     return <reg_t *>memh.inherited.reg
 
 
-cdef void reg_release_python(reg_t *reg) noexcept with gil:
-    """Give the buffer or the owner back."""
+cdef void reg_give_back(reg_t *reg) noexcept:
+    """The buffer or the owner, if it has not been done yet."""
     cdef PyObject *owner = reg.owner
     if reg.has_buffer:
         reg.has_buffer = False
@@ -25,6 +26,10 @@ cdef void reg_release_python(reg_t *reg) noexcept with gil:
     if owner != NULL:
         reg.owner = NULL
         Py_DECREF(<object>owner)
+
+
+cdef void reg_release_python(reg_t *reg) noexcept with gil:
+    reg_give_back(reg)
 
 
 cdef inline void reg_release_memory(reg_t *reg) noexcept nogil:

@@ -68,11 +68,12 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
     elif status == UCXM_OK:
         store32(&memh.id.state, UCXM_MEMH_CLOSED)
     books.closing &= ~<uint32_t>CLOSING
+    last = last and status == UCXM_OK and not load32(&reg_of(memh).later)
     books.failed = status  # before `pending`: who waits for that reads it
     store32(&books.pending, 0)
     spin_unlock(&md.tree_lock)
     # Only now: it takes the GIL, and one who has that may have waited for `pending`.
-    if last and status == UCXM_OK:
+    if last:
         reg_release_memory(reg_of(memh))
     return status
 
