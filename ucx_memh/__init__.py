@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from ucx_memh.bundle import Bundle, BundleMemh, BundleRkey
-    from ucx_memh.core import Endpoint, Md, Memh, Operation, Rkey
+    from ucx_memh.core import Endpoint, Md, Memh, MemhArray, Operation, PackedKeys, Rkey
 
-_CORE = ("Endpoint", "Md", "Memh", "Operation", "Rkey")
+_CORE = ("Endpoint", "Md", "Memh", "MemhArray", "Operation", "PackedKeys", "Rkey")
 _BUNDLE = ("Bundle", "BundleMemh", "BundleRkey")
 
 __all__ = [
@@ -43,7 +43,9 @@ __all__ = [
     "MdAttr",
     "MdResource",
     "Memh",
+    "MemhArray",
     "Operation",
+    "PackedKeys",
     "Rkey",
     "components",
     "get_cython_path",

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self, final
+from typing import Any, NoReturn, Self, SupportsIndex, TypeAlias, final, overload
 
 from typing_extensions import Buffer
 
 from ucx_memh.errors import MemhError
 from ucx_memh.flags import EpState, MemFlag, MemhState, MemType, PackFlag, Status
 from ucx_memh.resources import EnforcementTable, KeyInfo, MdAttr
+
+# For each item a number, in an array of 64-bit integers or any sequence; or one for all.
+_Numbers: TypeAlias = Buffer | Sequence[int] | SupportsIndex
 
 def key_query(key: Buffer) -> KeyInfo: ...
 def key_kinds() -> list[dict[str, Any]]: ...
@@ -49,6 +52,33 @@ class Md:
     def mem_adopt(
         self, mr: int, owner: object = None, flags: MemFlag | int | None = None
     ) -> Memh: ...
+    def mem_reg_many(
+        self,
+        buffers: Iterable[Buffer] | None = None,
+        flags: MemFlag | int | None = None,
+        *,
+        addresses: _Numbers | None = None,
+        lengths: _Numbers | None = None,
+        owner: object = None,
+        partial: bool = False,
+    ) -> MemhArray: ...
+    def mkey_pack_many(
+        self,
+        memhs: MemhArray | Iterable[Memh],
+        buffer: Buffer | None = None,
+        flags: PackFlag | int = 0,
+        stride: int | None = None,
+        partial: bool = False,
+    ) -> PackedKeys: ...
+    def invalidate_many(
+        self, memhs: MemhArray | Iterable[Memh], partial: bool = False
+    ) -> memoryview: ...
+    def dereg_many(
+        self, memhs: MemhArray | Iterable[Memh], partial: bool = False
+    ) -> memoryview: ...
+    def find(
+        self, address: int, length: int = 1, derived: bool | None = None
+    ) -> list[Memh]: ...
     def rkey_unpack(self, key: Buffer) -> Rkey: ...
     def rkey_from_raw(self, raw: Buffer, address: int, length: int) -> Rkey: ...
     def rkey_revoke(self, notice: Buffer) -> int: ...
@@ -101,6 +131,15 @@ class Memh:
         flags: MemFlag | int | None = None,
         endpoint: Endpoint | None = None,
     ) -> Memh: ...
+    def derive_many(
+        self,
+        offsets: _Numbers,
+        lengths: _Numbers | None = None,
+        flags: MemFlag | int | None = None,
+        endpoint: Endpoint | None = None,
+        *,
+        partial: bool = False,
+    ) -> MemhArray: ...
     def mkey_pack(self, flags: PackFlag | int = 0) -> bytes: ...
     def mkey_pack_into(self, buffer: Buffer, flags: PackFlag | int = 0) -> int: ...
     def invalidate(
@@ -109,6 +148,56 @@ class Memh:
     def dereg(self, invalidate: bool = False, cascade: bool = False) -> None: ...
     def revoke_notice(self) -> bytes: ...
     def explain(self) -> str: ...
+
+@final
+class MemhArray:
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+    def __reduce__(self) -> NoReturn: ...
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Memh]: ...
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Memh: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Memh]: ...
+    @property
+    def md(self) -> Md: ...
+    @property
+    def base(self) -> Memh | None: ...
+    @property
+    def status(self) -> memoryview: ...
+    @property
+    def key_ids(self) -> memoryview: ...
+    @property
+    def addresses(self) -> memoryview: ...
+    @property
+    def lengths(self) -> memoryview: ...
+    def mkey_pack(
+        self,
+        buffer: Buffer | None = None,
+        flags: PackFlag | int = 0,
+        stride: int | None = None,
+        partial: bool = False,
+    ) -> PackedKeys: ...
+    def invalidate(self, partial: bool = False) -> memoryview: ...
+    def dereg(self, partial: bool = False) -> memoryview: ...
+
+class PackedKeys:
+    data: Any
+    stride: int
+    lengths: memoryview
+    status: memoryview
+    def __init__(
+        self, data: Any, stride: int, lengths: memoryview, status: memoryview
+    ) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> bytes: ...
 
 @final
 class Rkey:

@@ -11,7 +11,7 @@ import numpy as np
 import ucx_memh as um
 from bench.hotpath.devices import open_device
 from bench.hotpath.rounds import Row, summary
-from ucx_memh.core import MemhArray
+from ucx_memh import MemhArray
 
 ITEMS = (100, 1000, 10_000)
 LENGTH = 64  # bytes of an item; softmlx5 looks at the page of each registration
@@ -66,11 +66,12 @@ class Batch:
     # One call.
 
     def register_many(self) -> MemhArray:
-        addresses, lengths = memoryview(self.addresses), memoryview(self.lengths)
-        return self.md.mem_reg_many(addresses=addresses, lengths=lengths, owner=self.memory)
+        return self.md.mem_reg_many(
+            addresses=self.addresses, lengths=self.lengths, owner=self.memory
+        )
 
     def derive_many(self) -> MemhArray:
-        return self.base.derive_many(memoryview(self.offsets), memoryview(self.lengths))
+        return self.base.derive_many(self.offsets, self.lengths)
 
     def pack_many(self, memhs: MemhArray) -> Any:
         return self.md.mkey_pack_many(memhs)
