@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""get and put of another process's memory over cma: ours from Python and in C, and bare.
+
+The owner is on the first CPU, this one on the last.  ucx_perftest's server turns in a loop all the
+while; so that both have the same neighbour, something does so on the owner's CPU here as well.
+"""
+
+import ctypes as c
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import ucx_memh as um
+from bench.bare import BUILD
+from bench.hotpath.native import capsule, compile_library, pointer
+from bench.owner import Owner, region
+from bench.peers.harness import serving
+from bench.peers.install import ROOT
+
+TURNS = """
+import os, select
+while os.read(0, 1):  # a byte begins, the next one ends
+    while not select.select([0], [], [], 0)[0]:
+        pass
+    os.read(0, 1)
+"""
+
+cpus = sorted(os.sched_getaffinity(0))
+
+
+class Data:
+    def __init__(self, owner: Owner, turning: subprocess.Popen, largest: int) -> None:
+        self.library = c.CDLL(str(compile_library(ROOT / "bench/peers/harness/transfer.c", BUILD)))
+        self.library.transfer_ours.restype = self.library.transfer_bare.restype = c.c_double
+        self.api = c.c_void_p(capsule("_C_API"))
+        self.md = um.open_md("cma")
+        self.link = owner.link(self.md)
+        self.memory = region(largest)
+        self.where = c.c_void_p(serving.address(self.memory))
+        self.turning = turning
+        self.kept: list[um.Memh] = []
+
+    def beside(self, loop: serving.Loop) -> serving.Loop:
+        """While the other CPU turns."""
+        pipe = self.turning.stdin
+        assert pipe is not None
+
+        def both(count: int) -> float:
+            pipe.write(b"x")
+            try:
+                return loop(count)
+            finally:
+                pipe.write(b"x")
+
+        return both
+
+    def python(self, way: str) -> Callable[[int], serving.Loop]:
+        def prepare(length: int) -> serving.Loop:
+            self.kept.append(self.md.mem_reg(memoryview(self.memory)[:length]))
+            names = {"rkey": self.link.rkey, "remote": self.link.address, "local": self.kept[-1]}
+            move = getattr(self.link.ep, way)
+            return self.beside(serving.timed("move(rkey, remote, local)", move=move, **names))
+
+        return prepare
+
+    def native(self, way: str) -> Callable[[int], serving.Loop]:
+        put = c.c_int(way == "put")
+        ends = self.api, pointer(self.link.ep), pointer(self.link.rkey)
+        remote = c.c_uint64(self.link.address)
+        return lambda length: self.beside(
+            self.loop("transfer_ours", *ends, put, remote, self.where, c.c_size_t(length))
+        )
+
+    def bare(self, way: str) -> Callable[[int], serving.Loop]:
+        put, remote = c.c_int(way == "put"), c.c_void_p(self.link.address)
+        return lambda length: self.beside(
+            self.loop("transfer_bare", self.link.pid, put, remote, self.where, c.c_size_t(length))
+        )
+
+    def loop(self, name: str, *args: object) -> serving.Loop:
+        def loop(count: int) -> float:
+            taken = getattr(self.library, name)(*args, c.c_size_t(count))
+            if taken < 0:
+                raise um.MemhError(f"{name}: {um.Status(int(taken)).name}")
+            return taken / count
+
+        return loop
+
+
+def main(largest: int) -> None:
+    os.sched_setaffinity(0, cpus[:1])
+    with (
+        Owner(largest) as owner,
+        subprocess.Popen(
+            [sys.executable, "-c", TURNS], stdin=subprocess.PIPE, bufsize=0
+        ) as turning,
+    ):
+        os.sched_setaffinity(0, cpus[-1:])
+        data = Data(owner, turning, largest)
+        operations = {}
+        for way, call in (("get", "process_vm_readv"), ("put", "process_vm_writev")):
+            operations[f"{way}:bare"] = f"`{call}`, in C", data.bare(way)
+            operations[f"{way}:c"] = f"`ep_transfer`, a {way} in C", data.native(way)
+            operations[f"{way}:python"] = f"`ep.{way}` from Python", data.python(way)
+        serving.serve(operations, {"ucx_memh": um.__version__})
+        data.link.rkey.close()
+        data.link.ep.close()
+        turning.stdin.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

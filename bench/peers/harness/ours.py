@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""ucx_memh from Python, component cma: it asks no device, as no peer here does."""
+
+import sys
+
+import ucx_memh as um
+from bench.peers.harness import serving
+
+md = um.open_md("cma")
+memory = memoryview(serving.memory())
+known = md.rkey_unpack(md.mem_reg(memory[:1]).mkey_pack())  # so that the owner is known
+
+
+def register(length: int) -> serving.Loop:
+    return serving.timed("reg(part).dereg()", reg=md.mem_reg, part=memory[:length])
+
+
+def pack(length: int) -> serving.Loop:
+    return serving.timed("pack()", pack=md.mem_reg(memory[:length]).mkey_pack)
+
+
+def unpack(length: int) -> serving.Loop:
+    key = md.mem_reg(memory[:length]).mkey_pack()
+    return serving.timed("unpack(key).close()", unpack=md.rkey_unpack, key=key)
+
+
+if __name__ == "__main__":
+    operations = {
+        "register": ("`mem_reg` and `dereg`", register),
+        "pack": ("`mkey_pack`", pack),
+        "unpack": ("`rkey_unpack` of bytes that nobody has open, and `close`", unpack),
+    }
+    about = {"ucx_memh": um.__version__, "Python": sys.version.partition(" ")[0]}
+    serving.serve(operations, about)

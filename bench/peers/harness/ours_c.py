@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""ucx_memh by its C API: Python only starts the loops of bench/hotpath/loops.c."""
+
+import ctypes as c
+
+import ucx_memh as um
+from bench.bare import BUILD
+from bench.hotpath.native import Loops, pointer
+from bench.peers.harness import serving
+
+md = um.open_md("cma")
+block = serving.memory()
+memory, where = memoryview(block), c.c_void_p(serving.address(block))
+known = md.rkey_unpack(md.mem_reg(memory[:1]).mkey_pack())  # so that the owner is known
+loops = Loops(BUILD)
+kept: list[um.Memh] = []
+
+
+def base(length: int) -> um.Memh:
+    kept.append(md.mem_reg(memory[:length]))
+    return kept[-1]
+
+
+def loop(name: str, *args: object) -> serving.Loop:
+    return lambda count: loops(name, *args, count=count)
+
+
+def register(length: int) -> serving.Loop:
+    flags = c.c_uint64(um.MemFlag.ACCESS_RMA)
+    return loop("reg", pointer(md), where, c.c_size_t(length), flags)
+
+
+def pack(length: int) -> serving.Loop:
+    return loop("pack", pointer(base(length)), c.c_uint32(0))
+
+
+def unpack(length: int) -> serving.Loop:
+    key = base(length).mkey_pack()
+    return loop("unpack", pointer(md), c.c_char_p(key), c.c_size_t(len(key)))
+
+
+if __name__ == "__main__":
+    operations = {
+        "register": ("`mem_reg`, `mem_dereg` and `memh_release`", register),
+        "pack": ("`mkey_pack`", pack),
+        "unpack": ("`rkey_unpack` of bytes that nobody has open, and `rkey_release`", unpack),
+    }
+    serving.serve(operations, {"ucx_memh": um.__version__})
