@@ -7,14 +7,13 @@ python -m bench.report --render   renders what is in docs/bench.json
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from bench.machine import machine
 from bench.report import page, sections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,29 +37,6 @@ def run_ratios() -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "bench.ratios", "--json"]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)
     return json.loads(done.stdout)
-
-
-def cpu() -> str:
-    with open("/proc/cpuinfo") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def machine() -> dict[str, Any]:
-    import ucx_memh as um
-
-    return {
-        "cpu": cpu(),
-        "cpus": os.cpu_count(),
-        "memory": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE"),
-        "page": os.sysconf("SC_PAGESIZE"),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "ucx_memh": um.__version__,
-        "load": os.getloadavg()[0],
-    }
 
 
 def measure() -> dict[str, Any]:

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Callable
 
 import ucx_memh as um
-from bench.bare import BUILD
-from bench.hotpath.native import capsule, compile_library, pointer
+from bench.hotpath.native import pointer
 from bench.owner import Owner, region
 from bench.peers.harness import serving
-from bench.peers.install import ROOT
+from bench.peers.harness.native import Ours
 
 TURNS = """
 import os, select
@@ -31,9 +30,7 @@ cpus = sorted(os.sched_getaffinity(0))
 
 class Data:
     def __init__(self, owner: Owner, turning: subprocess.Popen, largest: int) -> None:
-        self.library = c.CDLL(str(compile_library(ROOT / "bench/peers/harness/transfer.c", BUILD)))
-        self.library.transfer_ours.restype = self.library.transfer_bare.restype = c.c_double
-        self.api = c.c_void_p(capsule("_C_API"))
+        self.ours = Ours()
         self.md = um.open_md("cma")
         self.link = owner.link(self.md)
         self.memory = region(largest)
@@ -66,26 +63,17 @@ class Data:
 
     def native(self, way: str) -> Callable[[int], serving.Loop]:
         put = c.c_int(way == "put")
-        ends = self.api, pointer(self.link.ep), pointer(self.link.rkey)
+        ends = self.ours.api, pointer(self.link.ep), pointer(self.link.rkey)
         remote = c.c_uint64(self.link.address)
         return lambda length: self.beside(
-            self.loop("transfer_ours", *ends, put, remote, self.where, c.c_size_t(length))
+            self.ours("transfer_ours", *ends, put, remote, self.where, c.c_size_t(length))
         )
 
     def bare(self, way: str) -> Callable[[int], serving.Loop]:
         put, remote = c.c_int(way == "put"), c.c_void_p(self.link.address)
         return lambda length: self.beside(
-            self.loop("transfer_bare", self.link.pid, put, remote, self.where, c.c_size_t(length))
+            self.ours("transfer_bare", self.link.pid, put, remote, self.where, c.c_size_t(length))
         )
-
-    def loop(self, name: str, *args: object) -> serving.Loop:
-        def loop(count: int) -> float:
-            taken = getattr(self.library, name)(*args, c.c_size_t(count))
-            if taken < 0:
-                raise um.MemhError(f"{name}: {um.Status(int(taken)).name}")
-            return taken / count
-
-        return loop
 
 
 def main(largest: int) -> None:

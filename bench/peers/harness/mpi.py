@@ -13,6 +13,12 @@ def register(length: int) -> serving.Loop:
     return serving.timed("win.Attach(part); win.Detach(part)", win=window, part=memory[:length])
 
 
+def share(length: int) -> serving.Loop:
+    statement = "win.Attach(part); address(part).to_bytes(8, 'little'); win.Detach(part)"
+    names = {"win": window, "address": MPI.Get_address, "part": memory[:length]}
+    return serving.timed(statement, **names)
+
+
 def pack(length: int) -> serving.Loop:
     statement = "address(part).to_bytes(8, 'little')"
     return serving.timed(statement, address=MPI.Get_address, part=memory[:length])
@@ -23,6 +29,7 @@ if __name__ == "__main__":
     about["library"] = MPI.Get_library_version().splitlines()[0].partition(",")[0].strip("\0 ")
     operations = {
         "register": ("`Win.Attach` and `Detach`", register),
+        "share": ("`Attach`, `Get_address` to 8 bytes, `Detach`", share),
         "pack": ("`Get_address` to 8 bytes, for there is no key", pack),
     }
     serving.serve(operations, about)

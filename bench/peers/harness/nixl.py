@@ -23,6 +23,13 @@ def register(length: int) -> serving.Loop:
     return serving.timed(statement, agent=owner, part=region(length))
 
 
+def share(length: int) -> serving.Loop:
+    statement = "made = reg(part, 'DRAM'); pack(made); dereg(made)"
+    names = {"reg": owner.register_memory, "dereg": owner.deregister_memory}
+    pack = owner.get_partial_agent_metadata
+    return serving.timed(statement, pack=pack, part=region(length), **names)
+
+
 def pack(length: int) -> serving.Loop:
     made = owner.register_memory(region(length), "DRAM")
     return serving.timed("pack(made)", pack=owner.get_partial_agent_metadata, made=made)
@@ -38,6 +45,10 @@ def unpack(length: int) -> serving.Loop:
 if __name__ == "__main__":
     operations = {
         "register": ("`register_memory` and `deregister_memory`", register),
+        "share": (
+            "`register_memory`, `get_partial_agent_metadata`, `deregister_memory`",
+            share,
+        ),
         "pack": ("`get_partial_agent_metadata` of one region", pack),
         "unpack": ("`add_remote_agent` of those bytes, again; nothing is closed", unpack),
     }

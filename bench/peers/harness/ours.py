@@ -15,6 +15,11 @@ def register(length: int) -> serving.Loop:
     return serving.timed("reg(part).dereg()", reg=md.mem_reg, part=memory[:length])
 
 
+def share(length: int) -> serving.Loop:
+    statement = "memh = reg(part); memh.mkey_pack(); memh.dereg()"
+    return serving.timed(statement, reg=md.mem_reg, part=memory[:length])
+
+
 def pack(length: int) -> serving.Loop:
     return serving.timed("pack()", pack=md.mem_reg(memory[:length]).mkey_pack)
 
@@ -27,6 +32,7 @@ def unpack(length: int) -> serving.Loop:
 if __name__ == "__main__":
     operations = {
         "register": ("`mem_reg` and `dereg`", register),
+        "share": ("`mem_reg`, `mkey_pack` and `dereg`", share),
         "pack": ("`mkey_pack`", pack),
         "unpack": ("`rkey_unpack` of bytes that nobody has open, and `close`", unpack),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""ucx_memh by its C API: Python only starts the loops of bench/hotpath/loops.c."""
+"""ucx_memh by its C API: Python only starts the loops in C."""
 
 import ctypes as c
 
@@ -7,12 +7,14 @@ import ucx_memh as um
 from bench.bare import BUILD
 from bench.hotpath.native import Loops, pointer
 from bench.peers.harness import serving
+from bench.peers.harness.native import Ours
 
 md = um.open_md("cma")
 block = serving.memory()
 memory, where = memoryview(block), c.c_void_p(serving.address(block))
 known = md.rkey_unpack(md.mem_reg(memory[:1]).mkey_pack())  # so that the owner is known
-loops = Loops(BUILD)
+rights = c.c_uint64(um.MemFlag.ACCESS_RMA)
+loops, ours = Loops(BUILD), Ours()
 kept: list[um.Memh] = []
 
 
@@ -26,8 +28,11 @@ def loop(name: str, *args: object) -> serving.Loop:
 
 
 def register(length: int) -> serving.Loop:
-    flags = c.c_uint64(um.MemFlag.ACCESS_RMA)
-    return loop("reg", pointer(md), where, c.c_size_t(length), flags)
+    return loop("reg", pointer(md), where, c.c_size_t(length), rights)
+
+
+def share(length: int) -> serving.Loop:
+    return ours("share", ours.api, pointer(md), where, c.c_size_t(length), rights)
 
 
 def pack(length: int) -> serving.Loop:
@@ -42,6 +47,7 @@ def unpack(length: int) -> serving.Loop:
 if __name__ == "__main__":
     operations = {
         "register": ("`mem_reg`, `mem_dereg` and `memh_release`", register),
+        "share": ("`mem_reg`, `mkey_pack`, `mem_dereg` and `memh_release`", share),
         "pack": ("`mkey_pack`", pack),
         "unpack": ("`rkey_unpack` of bytes that nobody has open, and `rkey_release`", unpack),
     }

@@ -4,7 +4,6 @@
  * come in, a line of JSON goes out for each.  One thread, one worker, and an endpoint to itself.
  */
 #define _GNU_SOURCE
-#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -100,6 +99,26 @@ static ucs_status_t time_register(size_t length, size_t count, double *ns)
     return status;
 }
 
+static ucs_status_t time_share(size_t length, size_t count, double *ns)
+{
+    ucp_mem_h memh;
+    void *key;
+    size_t size;
+    ucs_status_t status = UCS_OK;
+    double start = now_ns();
+    for (size_t i = 0; i < count && status == UCS_OK; ++i) {
+        status = map(length, &memh);
+        if (status != UCS_OK)
+            break;
+        status = ucp_rkey_pack(context, memh, &key, &size);
+        if (status == UCS_OK)
+            ucp_rkey_buffer_release(key);
+        ucp_mem_unmap(context, memh);
+    }
+    *ns = now_ns() - start;
+    return status;
+}
+
 static ucs_status_t time_pack(size_t length, size_t count, double *ns)
 {
     ucp_mem_h memh;
@@ -148,6 +167,8 @@ static const struct {
     ucs_status_t (*time)(size_t length, size_t count, double *ns);
 } operations[] = {
     {"register", "`ucp_mem_map` and `ucp_mem_unmap`", time_register},
+    {"share", "`ucp_mem_map`, `ucp_rkey_pack`, `ucp_rkey_buffer_release`, `ucp_mem_unmap`",
+     time_share},
     {"pack", "`ucp_rkey_pack` and `ucp_rkey_buffer_release`", time_pack},
     {"unpack", "`ucp_ep_rkey_unpack` and `ucp_rkey_destroy`", time_unpack},
 };

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* get and put of ucx_memh, and the two system calls below them: nanoseconds for all, or a status. */
+/*
+ * What bench/hotpath/loops.c has no loop for: share a region, get and put, and the two system calls
+ * below them.  Nanoseconds for all, or a status.
+ */
 #define _GNU_SOURCE
 #include <sys/uio.h>
 #include <time.h>
@@ -11,6 +14,31 @@ static double now_ns(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return now.tv_sec * 1e9 + now.tv_nsec;
+}
+
+double share(const ucxm_api_t *api, ucxm_md_t *md, void *memory, size_t length, uint64_t flags,
+             size_t count)
+{
+    ucxm_reg_params_t params = {.struct_size = sizeof(params)};
+    char key[UCXM_KEY_MAX];
+    params.address = (uintptr_t)memory;
+    params.length = length;
+    params.flags = flags;
+    double start = now_ns();
+    for (size_t i = 0; i < count; ++i) {
+        ucxm_memh_t *memh;
+        size_t size = sizeof(key);
+        ucxm_status_t status = api->mem_reg(md, &params, &memh, NULL);
+        if (status != UCXM_OK)
+            return status;
+        status = api->mkey_pack(memh, 0, key, &size, NULL);
+        if (status == UCXM_OK)
+            status = api->mem_dereg(memh, 0, NULL, NULL);
+        api->memh_release(memh);
+        if (status != UCXM_OK)
+            return status;
+    }
+    return now_ns() - start;
 }
 
 double transfer_ours(const ucxm_api_t *api, ucxm_ep_t *ep, ucxm_rkey_t *rkey, int put,
