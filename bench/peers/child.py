@@ -75,17 +75,8 @@ class Child:
         return answer["ns"]
 
     def loaded(self) -> list[str]:
-        """The files of the libraries that matter, and whose they are."""
-        try:
-            lines = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
-        except OSError:
-            return []
-        found = set()
-        for line in lines:
-            path = Path(line.split(maxsplit=5)[-1])
-            if SHOWN.search(path.name) or OURS.search(str(path)):
-                found.add(whose(path, self.folder))
-        return sorted(found)
+        """The libraries that matter, of those that it has loaded."""
+        return libraries(self.pid, self.folder)
 
     def _lose(self, reason: str) -> NoReturn:
         """Kills it; the reason is for all later questions too."""
@@ -155,6 +146,17 @@ class Child:
     ) -> None:
         if self.lost is None:
             self.close()
+
+
+def libraries(pid: int, root: Path) -> list[str]:
+    """Of a process, from the kernel: not what it was linked with, but what it has."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {Path(line.split(maxsplit=5)[-1]) for line in lines}
+    shown = [path for path in paths if SHOWN.search(path.name) or OURS.search(str(path))]
+    return sorted(whose(path, root) for path in shown)
 
 
 def whose(path: Path, root: Path) -> str:

@@ -11,9 +11,11 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from bench.peers.install import BUILD
+from bench.peers.child import libraries
+from bench.peers.install import BUILD, ROOT
 from bench.peers.reasons import PeerLost, last_words
 
 TESTS = {"get": "get", "put": "put_bw"}
@@ -52,43 +54,60 @@ def on(cpu: int, line: list[str]) -> list[str]:
     return ["taskset", "-c", str(cpu), *line]
 
 
-def run(folder: Path, env: dict[str, str], way: str, length: int, count: int) -> float:
-    """Nanoseconds for one get or put; its start and warm-up are not counted."""
-    # Pages of 4 KiB, as ours are: UCX would take huge ones.
-    env = {**os.environ, **env, "UCX_ALLOC": "mmap"}
-    cpus = sorted(os.sched_getaffinity(0))
-    port = free_port()
-    line = command(folder, way, length, count, port)
+@contextlib.contextmanager
+def server(line: list[str], env: dict[str, str], port: int) -> Iterator[subprocess.Popen]:
+    """Waiting for its client; killed in the end, if it has not ended."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "perftest.log").open("w+") as log:
-        server = subprocess.Popen(
-            on(cpus[0], line), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        cpu = min(os.sched_getaffinity(0))
+        process = subprocess.Popen(
+            on(cpu, line), env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
         try:
             until = time.monotonic() + 20
             while not listens(port):
-                if server.poll() is not None or time.monotonic() > until:
+                if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     raise PeerLost(f"ucx_perftest's server: {last_words(log.read())}")
                 time.sleep(0.005)
-            client = on(cpus[-1], [line[0], "127.0.0.1", *line[1:]])
-            try:
-                done = subprocess.run(
-                    client,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    timeout=PATIENCE,
-                )
-            except subprocess.TimeoutExpired:
-                raise PeerLost(f"ucx_perftest was killed after {PATIENCE} s") from None
-            if done.returncode:
-                raise PeerLost(f"ucx_perftest: {last_words(done.stdout)}")
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                server.wait(10)
-            return nanoseconds(done.stdout)
+            yield process
         finally:
-            server.kill()
-            server.wait()
+            process.kill()
+            process.wait()
+
+
+def environment(env: dict[str, str]) -> dict[str, str]:
+    """Pages of 4 KiB, as ours are: UCX would take huge ones."""
+    return {**os.environ, **env, "UCX_ALLOC": "mmap"}
+
+
+def loaded(folder: Path, env: dict[str, str]) -> list[str]:
+    """The libraries of a process of it."""
+    port = free_port()
+    with server(command(folder, "get", 8, 1, port), environment(env), port) as process:
+        return libraries(process.pid, ROOT)
+
+
+def run(folder: Path, env: dict[str, str], way: str, length: int, count: int) -> float:
+    """Nanoseconds for one get or put; its start and warm-up are not counted."""
+    env, port = environment(env), free_port()
+    line = command(folder, way, length, count, port)
+    cpu = max(os.sched_getaffinity(0))
+    with server(line, env, port) as process:
+        try:
+            done = subprocess.run(
+                on(cpu, [line[0], "127.0.0.1", *line[1:]]),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=PATIENCE,
+            )
+        except subprocess.TimeoutExpired:
+            raise PeerLost(f"killed: ucx_perftest said nothing for {PATIENCE} s") from None
+        if done.returncode:
+            raise PeerLost(f"ucx_perftest: {last_words(done.stdout)}")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        return nanoseconds(done.stdout)

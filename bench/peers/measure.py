@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""From the peers to what docs/peers.json has of them."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from bench.machine import machine
+from bench.peers import install, perftest, roster
+from bench.peers.child import Child
+from bench.peers.reasons import PeerLost
+from bench.peers.rounds import Row, Way, calls_for, interleaved
+from bench.sizes import GIB, KIB, MIB, fitting, text
+
+STEPS = [("register", 4 * KIB), ("register", 64 * MIB), ("share", 4 * KIB)]
+STEPS += [("pack", 4 * KIB), ("unpack", 4 * KIB)]
+
+TRANSFERS = [8, 4 * KIB, 64 * KIB, MIB, 64 * MIB, GIB]
+
+ROUNDS, SECONDS = 60, 0.02
+DATA_ROUNDS, DATA_SECONDS = 9, 0.03
+
+
+def say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def entry(peer: roster.Peer, **more: Any) -> Row:
+    return {"key": peer.key, "name": peer.name, "table": peer.table, **more}
+
+
+def steps(
+    peers: Iterable[roster.Peer], rounds: int, seconds: float = SECONDS
+) -> tuple[list[Row], list[Row]]:
+    """(a row for each peer, a row for each step of it), of one table."""
+    peers = list(peers)
+    ours = roster.OURS[peers[0].table]
+    started: dict[str, Child] = {}
+    lost: dict[str, str] = {}
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        for peer in peers:
+            say(f"{peer.table}: {peer.name}: installing and starting")
+            try:
+                started[peer.key] = stack.enter_context(peer.start())
+            except PeerLost as error:
+                if peer.key == ours:
+                    raise
+                lost[peer.key] = str(error)
+                say(f"{peer.table}: {peer.name}: NOT MEASURED: {error}")
+        for operation, length in STEPS:
+            ways = {
+                key: way(child, operation, length)
+                for key, child in started.items()
+                if operation in child.operations
+            }
+            say(f"{peers[0].table}: {operation} of {text(length)}: {', '.join(ways)}")
+            for key, row in interleaved(ways, ours, rounds, seconds).items():
+                step = {"table": peers[0].table, "operation": operation, "bytes": length}
+                rows.append(step | {"peer": key} | row)
+                if "reason" in row:
+                    say(f"  {key}: NOT MEASURED: {row['reason']}")
+        about = []
+        for peer in peers:
+            child = started.get(peer.key)
+            if child is None:
+                about.append(entry(peer, reason=lost[peer.key]))
+                continue
+            loaded = child.loaded()
+            say(f"{peer.table}: {peer.name}: {child.versions} loaded {', '.join(loaded)}")
+            what = {"versions": child.versions, "loaded": loaded, "calls": child.operations}
+            about.append(entry(peer, **what))
+    return about, rows
+
+
+def way(child: Child, operation: str, length: int) -> Way:
+    return lambda count: child.ask(operation, length, count)
+
+
+def transfers(sizes: list[int], rounds: int, peer: bool = True) -> tuple[list[Row], list[Row]]:
+    """The same of the data path; `peer`: with ucx_perftest."""
+    about: Row = {"key": "perftest", "name": "ucx_perftest", "table": "cma"}
+    theirs: Callable[[str, int], Way] | None = None
+    rows: list[Row] = []
+    if peer:
+        say("cma: ucx_perftest: installing and starting")
+        try:
+            folder, env = install.ucx()
+            version = roster.ucx_version(folder, {**os.environ, **env})
+            about |= {"versions": {"UCX": version}, "loaded": perftest.loaded(folder, env)}
+            say(f"cma: ucx_perftest: UCX {version} loaded {', '.join(about['loaded'])}")
+            about["calls"] = {
+                name: f"`ucx_perftest -t {test} -D zcopy -O 1`"
+                for name, test in perftest.TESTS.items()
+            }
+
+            def theirs(name: str, length: int) -> Way:
+                return lambda count: perftest.run(folder, env, name, length, count)
+        except PeerLost as error:
+            about["reason"] = str(error)
+            say(f"cma: ucx_perftest: NOT MEASURED: {error}")
+    with roster.data(max(sizes)) as child:
+        for name in perftest.TESTS:
+            for length in sizes:
+                say(f"cma: {name} of {text(length)}")
+                ways = {key: way(child, f"{name}:{key}", length) for key in ("c", "bare", "python")}
+                calls = max(2, calls_for(ways["bare"], DATA_SECONDS))
+                if theirs is not None:
+                    ways["perftest"] = theirs(name, length)
+                counts = dict.fromkeys(ways, calls)
+                for key, row in interleaved(ways, "c", rounds, DATA_SECONDS, counts).items():
+                    rows.append({"way": name, "bytes": length, "peer": key} | row)
+                    if "reason" in row:
+                        say(f"  {key}: NOT MEASURED: {row['reason']}")
+    return [about] if peer else [], rows
+
+
+def measure(only: list[str] | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
+    """All that the page says; `only`: of these peers, and of ours."""
+    data: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "machine": machine()}
+    data_rounds = max(2, round(rounds * DATA_ROUNDS / ROUNDS))
+    data["rounds"] = {"steps": rounds, "seconds": SECONDS, "data": data_rounds}
+    data |= {"peers": [], "steps": [], "transfers": []}
+    for table, ours in roster.OURS.items():
+        chosen = [
+            peer
+            for peer in roster.PEERS
+            if peer.table == table and (not only or peer.key in (*only, ours))
+        ]
+        if len(chosen) > 1:
+            about, rows = steps(chosen, rounds)
+            data["peers"] += about
+            data["steps"] += rows
+    if not only or "perftest" in only:
+        about, rows = transfers(fitting(TRANSFERS), data_rounds)
+        data["peers"] += about
+        data["transfers"] = rows
+    return data
