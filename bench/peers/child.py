@@ -58,6 +58,7 @@ class Child:
             self.pid: int = about["pid"]  # not always that of the process that we started
             self.operations: dict[str, str] = about["operations"]
             self.versions: dict[str, str] = about["versions"]
+            self.key_bytes: int | None = about["key_bytes"]
         except KeyError as error:
             self._lose(f"its first line has no {error}")
 

@@ -16,12 +16,12 @@ from bench.peers.rounds import Row, Way, calls_for, interleaved
 from bench.sizes import GIB, KIB, MIB, fitting, text
 
 STEPS = [("register", 4 * KIB), ("register", 64 * MIB), ("share", 4 * KIB)]
-STEPS += [("pack", 4 * KIB), ("unpack", 4 * KIB)]
+STEPS += [("pack", 4 * KIB), ("unpack", 4 * KIB), ("again", 4 * KIB)]
 
 TRANSFERS = [8, 4 * KIB, 64 * KIB, MIB, 64 * MIB, GIB]
 
 ROUNDS, SECONDS = 60, 0.02
-DATA_ROUNDS, DATA_SECONDS = 9, 0.03
+DATA_ROUNDS, DATA_SECONDS = 15, 0.03
 
 
 def say(words: str) -> None:
@@ -71,8 +71,8 @@ def steps(
                 continue
             loaded = child.loaded()
             say(f"{peer.table}: {peer.name}: {child.versions} loaded {', '.join(loaded)}")
-            what = {"versions": child.versions, "loaded": loaded, "calls": child.operations}
-            about.append(entry(peer, **what))
+            what = {"versions": child.versions, "loaded": loaded, "key_bytes": child.key_bytes}
+            about.append(entry(peer, **what, calls=child.operations))
     return about, rows
 
 

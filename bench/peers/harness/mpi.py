@@ -26,7 +26,8 @@ def pack(length: int) -> serving.Loop:
 
 if __name__ == "__main__":
     about = serving.versions("mpi4py")
-    about["library"] = MPI.Get_library_version().splitlines()[0].partition(",")[0].strip("\0 ")
+    first = MPI.Get_library_version().splitlines()[0].partition(",")[0]
+    about["library"] = " ".join(first.split())
     operations = {
         "register": ("`Win.Attach` and `Detach`", register),
         "share": ("`Attach`, `Get_address` to 8 bytes, `Detach`", share),

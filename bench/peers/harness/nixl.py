@@ -51,5 +51,9 @@ if __name__ == "__main__":
         ),
         "pack": ("`get_partial_agent_metadata` of one region", pack),
         "unpack": ("`add_remote_agent` of those bytes, again; nothing is closed", unpack),
+        "again": ("the same", unpack),
     }
-    serving.serve(operations, serving.versions("nixl-cu12", "nixl", "numpy"))
+    made = owner.register_memory(region(4096), "DRAM")
+    key_bytes = len(owner.get_partial_agent_metadata(made))
+    owner.deregister_memory(made)
+    serving.serve(operations, serving.versions("nixl-cu12", "nixl", "numpy"), key_bytes)

@@ -12,15 +12,17 @@ from bench.peers.harness.native import Ours
 md = um.open_md("cma")
 block = serving.memory()
 memory, where = memoryview(block), c.c_void_p(serving.address(block))
-known = md.rkey_unpack(md.mem_reg(memory[:1]).mkey_pack())  # so that the owner is known
+first = md.mem_reg(memory[:1]).mkey_pack()
+known = md.rkey_unpack(first)  # so that the owner is known
 rights = c.c_uint64(um.MemFlag.ACCESS_RMA)
 loops, ours = Loops(BUILD), Ours()
-kept: list[um.Memh] = []
+kept: list[um.Memh | um.Rkey] = []
 
 
 def base(length: int) -> um.Memh:
-    kept.append(md.mem_reg(memory[:length]))
-    return kept[-1]
+    made = md.mem_reg(memory[:length])
+    kept.append(made)
+    return made
 
 
 def loop(name: str, *args: object) -> serving.Loop:
@@ -40,7 +42,16 @@ def pack(length: int) -> serving.Loop:
 
 
 def unpack(length: int) -> serving.Loop:
+    return unpacking(base(length).mkey_pack())
+
+
+def again(length: int) -> serving.Loop:
     key = base(length).mkey_pack()
+    kept.append(md.rkey_unpack(key))
+    return unpacking(key)
+
+
+def unpacking(key: bytes) -> serving.Loop:
     return loop("unpack", pointer(md), c.c_char_p(key), c.c_size_t(len(key)))
 
 
@@ -50,5 +61,6 @@ if __name__ == "__main__":
         "share": ("`mem_reg`, `mkey_pack`, `mem_dereg` and `memh_release`", share),
         "pack": ("`mkey_pack`", pack),
         "unpack": ("`rkey_unpack` of bytes that nobody has open, and `rkey_release`", unpack),
+        "again": ("the same of bytes that are open already", again),
     }
-    serving.serve(operations, {"ucx_memh": um.__version__})
+    serving.serve(operations, {"ucx_memh": um.__version__}, len(first))

@@ -2,7 +2,8 @@
 """The harness's side of the pipe; the other side is bench/peers/child.py.
 
 First the harness says who it is, as a line of JSON:
-    {"pid": 7, "operations": {"register": "what it calls"}, "versions": {"package": "1.0"}}
+    {"pid": 7, "operations": {"register": "what it calls"}, "versions": {"package": "1.0"},
+     "key_bytes": 64}, where null stands for no key
 Then each line "OPERATION BYTES COUNT" is answered by {"ns": for one call} or {"error": "why"}.
 """
 
@@ -59,7 +60,11 @@ def versions(*packages: str) -> dict[str, str]:
     return found | ({"UCX": ucx} if ucx else {}) | {"Python": platform.python_version()}
 
 
-def serve(prepare: dict[str, tuple[str, Callable[[int], Loop]]], versions: dict[str, str]) -> None:
+def serve(
+    prepare: dict[str, tuple[str, Callable[[int], Loop]]],
+    versions: dict[str, str],
+    key_bytes: int | None = None,
+) -> None:
     """Until the pipe ends.  `prepare`: by operation what it calls, and what makes the loop for a
     number of bytes."""
     answers = os.fdopen(os.dup(1), "w")
@@ -69,7 +74,14 @@ def serve(prepare: dict[str, tuple[str, Callable[[int], Loop]]], versions: dict[
         print(json.dumps(what), file=answers, flush=True)
 
     words = {name: text for name, (text, _) in prepare.items()}
-    say({"pid": os.getpid(), "operations": words, "versions": versions})
+    say(
+        {
+            "pid": os.getpid(),
+            "operations": words,
+            "versions": versions,
+            "key_bytes": key_bytes,
+        }
+    )
     loops: dict[tuple[str, int], Loop] = {}
     gc.disable()
     for line in sys.stdin:

@@ -171,15 +171,29 @@ static const struct {
      time_share},
     {"pack", "`ucp_rkey_pack` and `ucp_rkey_buffer_release`", time_pack},
     {"unpack", "`ucp_ep_rkey_unpack` and `ucp_rkey_destroy`", time_unpack},
+    {"again", "the same, for it keeps none", time_unpack},
 };
 enum { OPERATIONS = sizeof(operations) / sizeof(*operations) };
+
+static size_t key_bytes(void)
+{
+    ucp_mem_h memh;
+    void *key;
+    size_t size;
+    must(map(4096, &memh), "ucp_mem_map");
+    must(ucp_rkey_pack(context, memh, &key, &size), "ucp_rkey_pack");
+    ucp_rkey_buffer_release(key);
+    must(ucp_mem_unmap(context, memh), "ucp_mem_unmap");
+    return size;
+}
 
 static void say_who(void)
 {
     fprintf(answers, "{\"pid\": %d, \"operations\": {", (int)getpid());
     for (int i = 0; i < OPERATIONS; ++i)
         fprintf(answers, "%s\"%s\": \"%s\"", i ? ", " : "", operations[i].name, operations[i].calls);
-    fprintf(answers, "}, \"versions\": {\"UCX\": \"%s\"}}\n", ucp_get_version_string());
+    fprintf(answers, "}, \"versions\": {\"UCX\": \"%s\"}, \"key_bytes\": %zu}\n",
+            ucp_get_version_string(), key_bytes());
 }
 
 static void answer(const char *name, size_t length, size_t count)
