@@ -270,8 +270,8 @@ def test_rounds_go_around(peers):
         return times
 
     ways = {"a": way("a", 10.0), "b": way("b", 20.0), "c": way("c", 5.0)}
-    rows = peers.rounds.interleaved(ways, "a", 4, 1.0, {"a": 1, "b": 2, "c": 3})
-    assert "".join(order) == "abc" + "bca" + "cab" + "abc"
+    rows = peers.rounds.interleaved(ways, "a", 7, 1.0, {"a": 1, "b": 2, "c": 3})
+    assert "".join(order) == "abc" + "bca" + "cab" + "cba" + "acb" + "bac" + "abc"
     assert [rows[name]["ratio"] for name in "abc"] == [1, 2, 0.5]
     assert [rows[name]["calls"] for name in "abc"] == [1, 2, 3]
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.peers.child import libraries
+from bench.peers.harness.serving import WARMUP
 from bench.peers.install import BUILD, ROOT
 from bench.peers.reasons import PeerLost, last_words
 
@@ -27,7 +28,7 @@ def command(folder: Path, way: str, length: int, count: int, port: int) -> list[
     """Of both sides; the client names the server in addition."""
     program = [str(folder / "bin/ucx_perftest"), "-p", str(port), "-d", "memory", "-x", "cma"]
     test = ["-t", TESTS[way], "-D", "zcopy", "-O", "1", "-s", str(length), "-n", str(count)]
-    return [*program, *test, "-w", str(min(count, 1000)), "-f", "-v"]
+    return [*program, *test, "-w", str(min(count, WARMUP)), "-f", "-v"]
 
 
 def nanoseconds(output: str) -> float:

@@ -66,19 +66,20 @@ Linux {here["kernel"]}, Python {here["python"]}, ucx_memh {here["ucx_memh"]}; lo
 it began {here["load"]:.1f}.
 
 Every library is in a venv and a process of its own, and they take turns: in each of
-{rounds["steps"]} rounds each works for {rounds["seconds"] * 1e3:.0f} ms, and each round begins with
-another one. Times are the median of the rounds, with the least in brackets. **The ratio is this
-library's time to ucx_memh's in the same round**, the median of all, with its quartiles: above 1
-ucx_memh is faster, below 1 the other one is. Trust it more than the times, for the machine is a
+{rounds["steps"]} rounds each works for {rounds["seconds"] * 1e3:.0f} ms, in an order that changes
+from round to round. Times are the median of the rounds, with the least in brackets. **The ratio is
+this library's time to ucx_memh's in the same round**, the median of all, with its quartiles: above
+1 ucx_memh is faster, below 1 the other one is. Trust it more than the times, for the machine is a
 virtual one and others load it.
 
 **What this is about, and what not.** There is no adapter here, so nobody pins memory, and
-component `cma` asks no device either: this is the libraries' own work, to which an adapter adds
-the same for all. Nor do they give the same for their time. ucx_memh checks its arguments, lets any
+component `cma` asks no device either: this is the libraries' own work, to which an adapter would
+add its own. Nor do they give the same for their time. ucx_memh checks its arguments, lets any
 thread call, and knows what it has granted, so as to revoke it; its keys say who the owner is and
 have a checksum, which is made with the first pack and read with an unpack of new bytes. UCX from
 the registry is built without argument checks and runs for one thread here; its key of such memory
-names no owner and has nothing to check. MPI has no keys, connex-rs none that its user sees.
+names no owner and has nothing to check. MPI has no keys, connex-rs none that its user sees; its
+calls go to a thread of its own, so they take long where that one has to wait for a CPU.
 """
 
 
@@ -100,12 +101,17 @@ def who(data: Data) -> str:
                 value if name == "library" else f"{name} {value}"
                 for name, value in peer["versions"].items()
             )
-            key = peer.get("key_bytes")
-            size = "none" if key is None else text(key)
-            rows.append([named(peer), versions, "<br>".join(peer["loaded"]), size])
+            rows.append([named(peer), versions, "<br>".join(peer["loaded"]), key(peer)])
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     head = ["library", "versions, as it says them", "loaded, by /proc/PID/maps", "its key"]
     return "### Who took part\n\n" + table(head, rows, left=3)
+
+
+def key(peer: Data) -> str:
+    """How long it is.  ucx_perftest moves data, and says nothing of keys."""
+    if "key_bytes" not in peer:
+        return ""
+    return "none" if peer["key_bytes"] is None else text(peer["key_bytes"])
 
 
 def ratio(row: Data) -> str:
@@ -173,7 +179,8 @@ def transfers(data: Data) -> str:
 One operation at a time, each waited for; {data["rounds"]["data"]} rounds, all with the same number
 of operations. *bare* is `process_vm_readv` or `process_vm_writev` in a loop in C. *ucx_perftest* is
 UCX's own tool on its transport `cma` (`-d memory -x cma -D zcopy -O 1`): its time is `overall_lat`,
-the whole run by the number of operations, without start and warm-up. For get that is its test
+the whole run by the number of operations, without start and warm-up, which the others have as well.
+For get that is its test
 `get`, which waits for each. For put it is `put_bw` with a window of one, which waits for each as
 well; `put_lat` is a ping-pong, in which each side waits for the other's put, and has no counterpart
 here. ucx_perftest's server turns in a loop on the first CPU while its client works on the last one;

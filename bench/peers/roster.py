@@ -23,7 +23,9 @@ class Peer:
     start: Callable[[], Child]
 
 
-def python(key: str, module: str, *args: str, executable: Path | str = sys.executable, **env: str):
+def python(
+    key: str, module: str, *args: str, executable: Path | str = sys.executable, **env: str
+) -> Child:
     command = [executable, "-m", f"bench.peers.harness.{module}", *args]
     return Child(command, BUILD / f"{key}.log", ROOT, env)
 

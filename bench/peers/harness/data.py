@@ -39,13 +39,14 @@ class Data:
         self.kept: list[um.Memh] = []
 
     def beside(self, loop: serving.Loop) -> serving.Loop:
-        """While the other CPU turns."""
+        """While the other CPU turns, and warmed up as ucx_perftest does it."""
         pipe = self.turning.stdin
         assert pipe is not None
 
         def both(count: int) -> float:
             pipe.write(b"x")
             try:
+                loop(min(count, serving.WARMUP))
                 return loop(count)
             finally:
                 pipe.write(b"x")

@@ -21,6 +21,8 @@ from typing import Any
 
 LARGEST = 64 << 20
 
+WARMUP = 1000  # operations on the data path that are not timed, or as many as are timed
+
 Loop = Callable[[int], float]  # from a count of calls to nanoseconds for one of them
 
 
