@@ -381,9 +381,8 @@ def test_our_own_harness(peers, key):
     assert child.process.returncode == 0
 
 
-def test_our_own_data_path(peers, monkeypatch):
-    about, rows = peers.measure.transfers([8, 4 * KIB], 2, peer=False)
-    assert about == []
+def test_our_own_data_path(peers):
+    rows = peers.measure.transfers([8, 4 * KIB], 2, None)
     assert {(row["way"], row["bytes"], row["peer"]) for row in rows} == {
         (way, length, peer)
         for way in ("get", "put")
@@ -424,6 +423,13 @@ else:
     with socket.create_server(("0.0.0.0", port)) as server:
         server.accept()
 """
+
+
+def test_perftest_without_ucx_is_named(no_network, monkeypatch):
+    venv = no_network.install.Venv("libucx", ("no-such-distribution==1.0",))
+    monkeypatch.setitem(no_network.install.VENVS, "libucx", venv)
+    about, theirs = no_network.measure.ucx_perftest()
+    assert theirs is None and about["reason"].startswith("pip install failed: ")
 
 
 def test_perftest_runs_two_processes(peers, tmp_path, monkeypatch):

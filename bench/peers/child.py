@@ -53,6 +53,7 @@ class Child:
                 raise PeerLost(without_paths(str(error))) from None
         self.rest = b""
         self.lost: str | None = None
+        self._loaded: list[str] = []
         about = self._answer()
         try:
             self.pid: int = about["pid"]  # not always that of the process that we started
@@ -61,6 +62,7 @@ class Child:
             self.key_bytes: int | None = about["key_bytes"]
         except KeyError as error:
             self._lose(f"its first line has no {error}")
+        self.loaded()
 
     def ask(self, operation: str, length: int, count: int) -> float:
         """Nanoseconds for one of `count` calls on so many bytes."""
@@ -76,8 +78,10 @@ class Child:
         return answer["ns"]
 
     def loaded(self) -> list[str]:
-        """The libraries that matter, of those that it has loaded."""
-        return libraries(self.pid, self.folder)
+        """The libraries that matter, of those that it has, or had when this was last asked."""
+        if self.lost is None:
+            self._loaded = libraries(self.pid, self.folder)
+        return self._loaded
 
     def _lose(self, reason: str) -> NoReturn:
         """Kills it; the reason is for all later questions too."""

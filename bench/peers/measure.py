@@ -4,7 +4,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,51 +28,56 @@ def say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
-def entry(peer: roster.Peer, **more: Any) -> Row:
-    return {"key": peer.key, "name": peer.name, "table": peer.table, **more}
+def entry(peer: roster.Peer, child: Child | None, reason: str | None) -> Row:
+    """What the page says of a peer, beside its times."""
+    row: Row = {"key": peer.key, "name": peer.name, "table": peer.table}
+    if child is None:
+        return row | {"reason": reason}
+    loaded = child.loaded()
+    say(f"{peer.table}: {peer.name}: {child.versions} loaded {', '.join(loaded)}")
+    row |= {"versions": child.versions, "loaded": loaded, "key_bytes": child.key_bytes}
+    return row | {"calls": child.operations}
+
+
+def start(
+    peers: list[roster.Peer], ours: str, stack: ExitStack
+) -> tuple[dict[str, Child], dict[str, str]]:
+    """(who runs, and why the others do not), by key."""
+    started: dict[str, Child] = {}
+    lost: dict[str, str] = {}
+    for peer in peers:
+        say(f"{peer.table}: {peer.name}: installing and starting")
+        try:
+            started[peer.key] = stack.enter_context(peer.start())
+        except PeerLost as error:
+            if peer.key == ours:
+                raise
+            lost[peer.key] = str(error)
+            say(f"{peer.table}: {peer.name}: NOT MEASURED: {error}")
+    return started, lost
 
 
 def steps(
-    peers: Iterable[roster.Peer], rounds: int, seconds: float = SECONDS
+    peers: list[roster.Peer], rounds: int, seconds: float = SECONDS
 ) -> tuple[list[Row], list[Row]]:
     """(a row for each peer, a row for each step of it), of one table."""
-    peers = list(peers)
-    ours = roster.OURS[peers[0].table]
-    started: dict[str, Child] = {}
-    lost: dict[str, str] = {}
-    rows: list[Row] = []
+    table, rows = peers[0].table, []
+    ours = roster.OURS[table]
     with ExitStack() as stack:
-        for peer in peers:
-            say(f"{peer.table}: {peer.name}: installing and starting")
-            try:
-                started[peer.key] = stack.enter_context(peer.start())
-            except PeerLost as error:
-                if peer.key == ours:
-                    raise
-                lost[peer.key] = str(error)
-                say(f"{peer.table}: {peer.name}: NOT MEASURED: {error}")
+        started, lost = start(peers, ours, stack)
         for operation, length in STEPS:
             ways = {
                 key: way(child, operation, length)
                 for key, child in started.items()
                 if operation in child.operations
             }
-            say(f"{peers[0].table}: {operation} of {text(length)}: {', '.join(ways)}")
+            say(f"{table}: {operation} of {text(length)}: {', '.join(ways)}")
+            step = {"table": table, "operation": operation, "bytes": length}
             for key, row in interleaved(ways, ours, rounds, seconds).items():
-                step = {"table": peers[0].table, "operation": operation, "bytes": length}
                 rows.append(step | {"peer": key} | row)
                 if "reason" in row:
                     say(f"  {key}: NOT MEASURED: {row['reason']}")
-        about = []
-        for peer in peers:
-            child = started.get(peer.key)
-            if child is None:
-                about.append(entry(peer, reason=lost[peer.key]))
-                continue
-            loaded = child.loaded()
-            say(f"{peer.table}: {peer.name}: {child.versions} loaded {', '.join(loaded)}")
-            what = {"versions": child.versions, "loaded": loaded, "key_bytes": child.key_bytes}
-            about.append(entry(peer, **what, calls=child.operations))
+        about = [entry(peer, started.get(peer.key), lost.get(peer.key)) for peer in peers]
     return about, rows
 
 
@@ -80,28 +85,28 @@ def way(child: Child, operation: str, length: int) -> Way:
     return lambda count: child.ask(operation, length, count)
 
 
-def transfers(sizes: list[int], rounds: int, peer: bool = True) -> tuple[list[Row], list[Row]]:
-    """The same of the data path; `peer`: with ucx_perftest."""
+def ucx_perftest() -> tuple[Row, Callable[[str, int], Way] | None]:
+    """(its row, what makes a way of "get" or "put" and a number of bytes, if it could be had)."""
     about: Row = {"key": "perftest", "name": "ucx_perftest", "table": "cma"}
-    theirs: Callable[[str, int], Way] | None = None
-    rows: list[Row] = []
-    if peer:
-        say("cma: ucx_perftest: installing and starting")
-        try:
-            folder, env = install.ucx()
-            version = roster.ucx_version(folder, {**os.environ, **env})
-            about |= {"versions": {"UCX": version}, "loaded": perftest.loaded(folder, env)}
-            say(f"cma: ucx_perftest: UCX {version} loaded {', '.join(about['loaded'])}")
-            about["calls"] = {
-                name: f"`ucx_perftest -t {test} -D zcopy -O 1`"
-                for name, test in perftest.TESTS.items()
-            }
+    say("cma: ucx_perftest: installing and starting")
+    try:
+        folder, env = install.ucx()
+        version = roster.ucx_version(folder, {**os.environ, **env})
+        about |= {"versions": {"UCX": version}, "loaded": perftest.loaded(folder, env)}
+    except PeerLost as error:
+        say(f"cma: ucx_perftest: NOT MEASURED: {error}")
+        return about | {"reason": str(error)}, None
+    say(f"cma: ucx_perftest: UCX {version} loaded {', '.join(about['loaded'])}")
 
-            def theirs(name: str, length: int) -> Way:
-                return lambda count: perftest.run(folder, env, name, length, count)
-        except PeerLost as error:
-            about["reason"] = str(error)
-            say(f"cma: ucx_perftest: NOT MEASURED: {error}")
+    def make(name: str, length: int) -> Way:
+        return lambda count: perftest.run(folder, env, name, length, count)
+
+    return about, make
+
+
+def transfers(sizes: list[int], rounds: int, theirs: Callable[[str, int], Way] | None) -> list[Row]:
+    """get and put over cma; `theirs` is ucx_perftest's."""
+    rows: list[Row] = []
     with roster.data(max(sizes)) as child:
         for name in perftest.TESTS:
             for length in sizes:
@@ -115,7 +120,7 @@ def transfers(sizes: list[int], rounds: int, peer: bool = True) -> tuple[list[Ro
                     rows.append({"way": name, "bytes": length, "peer": key} | row)
                     if "reason" in row:
                         say(f"  {key}: NOT MEASURED: {row['reason']}")
-    return [about] if peer else [], rows
+    return rows
 
 
 def measure(only: list[str] | None = None, rounds: int = ROUNDS) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def measure(only: list[str] | None = None, rounds: int = ROUNDS) -> dict[str, An
             data["peers"] += about
             data["steps"] += rows
     if not only or "perftest" in only:
-        about, rows = transfers(fitting(TRANSFERS), data_rounds)
-        data["peers"] += about
-        data["transfers"] = rows
+        about, theirs = ucx_perftest()
+        data["peers"].append(about)
+        data["transfers"] = transfers(fitting(TRANSFERS), data_rounds, theirs)
     return data

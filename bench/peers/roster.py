@@ -9,6 +9,7 @@ from pathlib import Path
 
 from bench.peers.child import Child
 from bench.peers.install import BUILD, ROOT, VENVS, compile_ucp, install, ucx
+from bench.peers.reasons import PeerLost, last_words, without_paths
 
 OURS = {"C": "ours-c", "Python": "ours"}
 
@@ -58,9 +59,12 @@ def data(largest: int) -> Child:
 def ucx_version(folder: Path, env: dict[str, str]) -> str:
     """As the library says it to its own tool."""
     line = [str(folder / "bin/ucx_info"), "-v"]
-    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=30)
+    try:
+        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerLost(f"ucx_info: {without_paths(str(error))}") from None
     for text in done.stdout.splitlines():
         words = text.lstrip("# ").partition("Library version:")
         if words[1]:
             return words[2].strip()
-    return "?"
+    raise PeerLost(f"ucx_info: {last_words(done.stdout + done.stderr)}")

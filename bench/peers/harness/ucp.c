@@ -191,7 +191,8 @@ static void say_who(void)
 {
     fprintf(answers, "{\"pid\": %d, \"operations\": {", (int)getpid());
     for (int i = 0; i < OPERATIONS; ++i)
-        fprintf(answers, "%s\"%s\": \"%s\"", i ? ", " : "", operations[i].name, operations[i].calls);
+        fprintf(answers, "%s\"%s\": \"%s\"", i ? ", " : "", operations[i].name,
+                operations[i].calls);
     fprintf(answers, "}, \"versions\": {\"UCX\": \"%s\"}, \"key_bytes\": %zu}\n",
             ucp_get_version_string(), key_bytes());
 }
