@@ -67,10 +67,11 @@ it began {here["load"]:.1f}.
 
 Every library is in a venv and a process of its own, and they take turns: in each of
 {rounds["steps"]} rounds each works for about {rounds["seconds"] * 1e3:.0f} ms, in an order that
-changes from round to round. Times are the median of the rounds, with the least in brackets. **The ratio is
-this library's time to ucx_memh's in the same round**, the median of all, with its quartiles: above
-1 ucx_memh is faster, below 1 the other one is. Trust it more than the times, for the machine is a
-virtual one and others load it.
+changes from round to round. Times are the median of the rounds, with the least in brackets. **The
+ratio is this library's time to ucx_memh's in the same round**, the median of all, with its
+quartiles: above 1 ucx_memh is faster, below 1 the other one is. Trust it more than the times, for
+the machine is a virtual one and others load it; and from 64 MiB on, where a round has a few
+operations alone, trust neither much.
 
 **What this is about, and what not.** There is no adapter here, so nobody pins memory, and
 component `cma` asks no device either: this is the libraries' own work, to which an adapter would
