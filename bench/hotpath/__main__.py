@@ -13,7 +13,7 @@ import time
 from bench.bare import BUILD
 from bench.hotpath import batches, counts, native_ways, python_ways, render
 from bench.hotpath.rounds import PHASE_NS, Row
-from bench.report.__main__ import machine
+from bench.machine import machine
 
 
 def measure(quick: bool) -> Row:
