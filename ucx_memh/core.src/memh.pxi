@@ -70,25 +70,24 @@ cdef ucxm_memh_t *memh_base(md_t *md, reg_t *reg, uint64_t rights) noexcept nogi
     return memh
 
 
-cdef ucxm_memh_t *memh_clone(md_t *md, ucxm_memh_t *parent, uint64_t address, uint64_t length,
-                             uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
-    """A derived handle: size, malloc, one memcpy of the inherited span, init of the rest.
+cdef inline ucxm_memh_t *memh_room(const md_t *md) noexcept nogil:
+    """For a derived handle; nothing of it is written yet."""
+    cdef books_t *books = <books_t *>mem_alloc(md.layout.size)
+    return NULL if books == NULL else <ucxm_memh_t *>(books + 1)
 
-    Not linked yet: the caller may still throw it away with memh_free.
+
+cdef inline void memh_clone(md_t *md, ucxm_memh_t *parent, ucxm_memh_t *memh, uint64_t address,
+                            uint64_t length, uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
+    """Write a derived handle: one memcpy of the inherited span, init of the rest.
+
+    Not linked yet, and its own tail is still to be written.
     """
     cdef const layout_t *layout = &md.layout
-    cdef books_t *books = <books_t *>mem_alloc(layout.size)
-    cdef ucxm_memh_t *memh = <ucxm_memh_t *>(books + 1)
-    if books == NULL:
-        return NULL
     init_books(memh, md, &DERIVED_PLAN)
     init_identity(memh, md, parent, layout)
     memcpy(<char *>memh + layout.copy_offset, <char *>parent + layout.copy_offset,
            layout.copy_size)
     init_own(memh, address, length, grant, grant, ep)
-    if md.ops.tail_init != default_tail_init:
-        md.ops.tail_init(md.priv, memh, NULL, ucxm_memh_own_tail(memh))
-    return memh
 
 
 cdef inline void memh_free(ucxm_memh_t *memh) noexcept nogil:
@@ -143,6 +142,14 @@ cdef inline void memh_unlink(md_t *md, ucxm_memh_t *memh) noexcept nogil:
 
 cdef inline void memh_get(ucxm_memh_t *memh) noexcept nogil:
     add32(&books_of(memh).refs, 1)
+
+
+cdef inline bint memh_alone(const ucxm_memh_t *memh) noexcept nogil:
+    """Is there nothing to a closed handle but its memory, and nobody who has it but the caller?
+    So do most derived handles end."""
+    cdef const books_t *books = books_of(memh)
+    return (load32(&books.refs) == 1 and books.touched == 0 and memh.id.parent != NULL and
+            not books.closing & HOLDS_PARENT and ucxm_memh_own(memh).ep == NULL)
 
 
 cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
@@ -352,9 +359,10 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
             error_text(error, "the endpoint is closed")
             return status
 
-    memh = memh_clone(md, parent, base.address + offset, length, grant, ep)
+    memh = memh_room(md)
     if memh == NULL:
         return UCXM_ERR_NO_MEMORY
+    # Taking a lock waits for all that was written before: so the handle is written under it.
     spin_lock(&md.tree_lock)
     # Whoever closed the parent or the endpoint meanwhile has won; from here on it cannot go.
     status = memh_check(parent)
@@ -364,12 +372,15 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
         spin_unlock(&md.tree_lock)
         memh_free(memh)
         return status
+    memh_clone(md, parent, memh, base.address + offset, length, grant, ep)
     memh_link(md, memh)
     bump64(&md.counters.derive, 1)
     if ep != NULL:
         (<ep_t *>ep).bound += 1
         add32(&(<ep_t *>ep).refs, 1)
     spin_unlock(&md.tree_lock)
+    if md.ops.tail_init != default_tail_init:
+        md.ops.tail_init(md.priv, memh, NULL, ucxm_memh_own_tail(memh))
     status = md.ops.mem_derive(md.priv, parent, memh, error)
     if status != UCXM_OK:
         memh_undo(md, memh)

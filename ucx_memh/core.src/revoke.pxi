@@ -171,6 +171,13 @@ cdef inline bint revoke_keyless(md_t *md, ucxm_memh_t *memh, bint closing) noexc
     return keyless
 
 
+cdef inline bint revoke_quick(ucxm_memh_t *memh, bint closing) noexcept nogil:
+    """A live derived handle without keys: gone, if it is one."""
+    return (memh.id.parent != NULL and books_of(memh).epoch == fork_epoch and
+            load32(&memh.id.state) == UCXM_MEMH_LIVE and
+            revoke_keyless(md_of(memh), memh, closing))
+
+
 cdef ucxm_status_t revoke_step(ucxm_memh_t *memh, bint closing, ucxm_completion_t *comp,
                                bint flush, ucxm_memh_t **above,
                                ucxm_error_t *error) noexcept nogil:
@@ -281,8 +288,13 @@ cdef void memh_drop(void *thing) noexcept nogil:
     cdef bint late = False
     if books.epoch != fork_epoch:
         return  # the parent's; nothing of it is freed here
-    if load32(&memh.id.state) != UCXM_MEMH_CLOSED and (
-            revoke(memh, True, NULL, NULL) != UCXM_OK):
+    if load32(&memh.id.state) == UCXM_MEMH_CLOSED:
+        if memh_alone(memh):
+            memh_free(memh)
+        else:
+            memh_put(memh)
+        return
+    if revoke(memh, True, NULL, NULL) != UCXM_OK:
         spin_lock(&md.tree_lock)
         orphan = memh.id.state == UCXM_MEMH_LIVE or memh.id.state == UCXM_MEMH_REVOKING
         if orphan:
