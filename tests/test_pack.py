@@ -28,6 +28,7 @@ from _fakes import (
     payload,
     sealed,
 )
+from ucx_memh.core import key_checksums
 from ucx_memh.testing import open_fake
 
 
@@ -40,6 +41,15 @@ def fnv1a(text: str) -> int:
 
 def test_the_reader_here_knows_crc32c():
     assert crc32c(b"123456789") == 0xE3069283
+
+
+@given(st.binary(max_size=300))
+def test_a_sum_is_the_same_however_it_is_made(data):
+    """By the table, and by an instruction where the processor has one."""
+    by_table, by_instruction = key_checksums(data)
+    assert by_table == crc32c(data)
+    has = "sse4_2" in Path("/proc/cpuinfo").read_text()
+    assert by_instruction == (by_table if has else None)
 
 
 def test_every_field_of_a_derived_key(fakes):

@@ -647,3 +647,17 @@ def key_query(key):
         owner=PyBytes_FromStringAndSize(<const char *>&info.owner, sizeof(info.owner)),
         size=size, revocable=bool(info.flags & UCXM_KEY_FLAG_REVOCABLE),
         endpoint_bound=bool(info.flags & UCXM_KEY_FLAG_ENDPOINT))
+
+
+def key_checksums(data):
+    """CRC-32C by the table, and by this processor's instruction (None: it has none)."""
+    cdef Py_buffer view
+    cdef uint32_t table, instruction
+    get_buffer(data, &view, False, "key_checksums")
+    table = ~crc_by_table(<uint32_t>0xffffffff, <const uint8_t *>view.buf, view.len)
+    instruction = 0
+    if crc_has_instruction():
+        instruction = ~crc_by_instruction(<uint32_t>0xffffffff, <const uint8_t *>view.buf,
+                                          view.len)
+    PyBuffer_Release(&view)
+    return table, instruction if crc_has_instruction() else None

@@ -12,8 +12,42 @@ cdef extern from *:
     #endif
 
     /* CRC-32C, eight bytes at a time: table k says what a byte does k places further on.  A key's
-       first pack and the unpack of a new one are half this. */
+       first pack and the unpack of a new one would be half this, so processors that can do it. */
     static uint32_t ucxm_crc_table[8][256];
+    static uint32_t ucxm_crc_by_table(uint32_t crc, const uint8_t *data, size_t size) {
+        for (; size >= 8; size -= 8, data += 8) {
+            uint64_t word, next = 0;
+            memcpy(&word, data, 8);
+            word ^= crc;
+            for (int k = 0; k < 8; ++k)
+                next ^= ucxm_crc_table[7 - k][(word >> 8 * k) & 0xff];
+            crc = (uint32_t)next;
+        }
+        while (size--)
+            crc = (crc >> 8) ^ ucxm_crc_table[0][(crc ^ *data++) & 0xff];
+        return crc;
+    }
+    #if defined(__x86_64__)
+    __attribute__((target("sse4.2")))
+    static uint32_t ucxm_crc_by_instruction(uint32_t crc, const uint8_t *data, size_t size) {
+        uint64_t sum = crc;
+        for (; size >= 8; size -= 8, data += 8) {
+            uint64_t word;
+            memcpy(&word, data, 8);
+            sum = __builtin_ia32_crc32di(sum, word);
+        }
+        while (size--)
+            sum = __builtin_ia32_crc32qi((uint32_t)sum, *data++);
+        return (uint32_t)sum;
+    }
+    static int ucxm_crc_has_instruction(void) {
+        return __builtin_cpu_supports("sse4.2") != 0;
+    }
+    #else
+    #define ucxm_crc_by_instruction ucxm_crc_by_table
+    static int ucxm_crc_has_instruction(void) { return 0; }
+    #endif
+    static uint32_t (*ucxm_crc_add)(uint32_t, const uint8_t *, size_t) = ucxm_crc_by_table;
     static void ucxm_crc_init(void) {
         for (uint32_t i = 0; i < 256; ++i) {
             uint32_t crc = i;
@@ -26,19 +60,8 @@ cdef extern from *:
                 uint32_t crc = ucxm_crc_table[k - 1][i];
                 ucxm_crc_table[k][i] = (crc >> 8) ^ ucxm_crc_table[0][crc & 0xff];
             }
-    }
-    static uint32_t ucxm_crc_add(uint32_t crc, const uint8_t *data, size_t size) {
-        for (; size >= 8; size -= 8, data += 8) {
-            uint64_t word, next = 0;
-            memcpy(&word, data, 8);
-            word ^= crc;
-            for (int k = 0; k < 8; ++k)
-                next ^= ucxm_crc_table[7 - k][(word >> 8 * k) & 0xff];
-            crc = (uint32_t)next;
-        }
-        while (size--)
-            crc = (crc >> 8) ^ ucxm_crc_table[0][(crc ^ *data++) & 0xff];
-        return crc;
+        if (ucxm_crc_has_instruction())
+            ucxm_crc_add = ucxm_crc_by_instruction;
     }
     /* Of a packed key: its own checksum counts as zero. */
     static uint32_t ucxm_key_crc(const uint8_t *key, size_t size) {
@@ -58,6 +81,11 @@ cdef extern from *:
     }
     """
     void crc_init "ucxm_crc_init"() noexcept nogil
+    bint crc_has_instruction "ucxm_crc_has_instruction"() noexcept nogil
+    uint32_t crc_by_table "ucxm_crc_by_table"(uint32_t crc, const uint8_t *data,
+                                              size_t size) noexcept nogil
+    uint32_t crc_by_instruction "ucxm_crc_by_instruction"(uint32_t crc, const uint8_t *data,
+                                                          size_t size) noexcept nogil
     uint32_t key_crc "ucxm_key_crc"(const uint8_t *key, size_t size) noexcept nogil
     uint64_t get_le "ucxm_get"(const uint8_t *key, size_t at, size_t size) noexcept nogil
     void put_le "ucxm_put"(uint8_t *key, size_t at, size_t size, uint64_t value) noexcept nogil
