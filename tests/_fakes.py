@@ -137,6 +137,7 @@ class Books(ctypes.Structure):
         ("touched", ctypes.c_uint32),
         *((name, ctypes.c_void_p) for name in ("object", "left", "right")),
         ("reach", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("slab", "aligned")),
     ]
 
 

@@ -33,6 +33,7 @@ from ucx_memh import flags as _flags
 from ucx_memh import resources as _resources
 
 include "core.src/base.pxi"
+include "core.src/slab.pxi"
 include "core.src/identity.pxi"
 include "core.src/kinds.pxi"
 include "core.src/ops.pxi"

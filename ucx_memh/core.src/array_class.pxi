@@ -255,16 +255,38 @@ cdef int many_revoke(ucxm_memh_t **memhs, size_t count, bint closing,
 
 cdef size_t many_reg(md_t *md, reg_t **regs, MemhArray array, size_t done,
                      ucxm_error_t **error) noexcept nogil:
-    """Register the next slice of what has been prepared; NULL: it could not be."""
-    cdef size_t end = min(array.count, done + <size_t>MANY_SLICE)
-    while done < end:
-        if regs[done] != NULL:
-            array.each[done] = mem_reg(md, regs[done], &array.memhs[done], error[0])
-            regs[done] = NULL
-            if array.each[done] != UCXM_OK:
-                error[0] = NULL
-        done += 1
-    return done
+    """Register the next few of what has been prepared, linked under one lock; NULL: it could not
+    be."""
+    cdef size_t count = min(array.count - done, <size_t>MANY_LOCKED)
+    cdef ucxm_status_t *each = array.each + done
+    cdef ucxm_memh_t **memhs = array.memhs + done
+    cdef ucxm_memh_t *memh
+    cdef ucxm_status_t status = UCXM_ERR_FORKED
+    cdef size_t i
+    md_orphans(md)
+    regs += done
+    if md.epoch == fork_epoch:
+        status = md_lock_open(md)
+    if status == UCXM_OK:
+        for i in range(count):
+            if regs[i] != NULL:
+                md_get(md)
+                memhs[i] = reg_link(md, regs[i])
+        spin_unlock(&md.tree_lock)
+    for i in range(count):
+        if regs[i] == NULL:
+            continue
+        each[i] = status
+        if status == UCXM_OK:
+            memh = memhs[i]
+            memhs[i] = NULL
+            each[i] = reg_settle(md, memh, &memhs[i], error[0])
+        else:
+            reg_free(regs[i])
+        regs[i] = NULL
+        if each[i] != UCXM_OK:
+            error[0] = NULL
+    return done + count
 
 
 cdef ucxm_status_t many_prepare(md_t *md, uint64_t address, uint64_t length, uint64_t asked,
@@ -284,21 +306,19 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
     cdef reg_t **regs = <reg_t **>malloc((count + 1) * sizeof(reg_t *))
     cdef ucxm_error_t error
     cdef ucxm_error_t *say = &error
-    cdef size_t i, made = 0
+    cdef size_t i, end, made = 0
     cdef size_t done = 0
     cdef reg_t *reg
-    if regs == NULL:
+    cdef slab_t *slab = slab_new(count, reg_size(md)) if regs != NULL else NULL
+    if slab == NULL:
+        free(regs)
         raise _errors.NoMemoryError(op="mem_reg_many")
     error_clear(&error)
     try:
         for i in range(count):
-            reg = reg_alloc(md)
+            reg = reg_alloc(md, slab)
             regs[i] = reg
             made = i + 1
-            if reg == NULL:
-                array.each[i] = UCXM_ERR_NO_MEMORY
-                say = NULL
-                continue
             if buffers is not None:
                 try:
                     get_buffer(buffers[i], &reg.buffer, False, "mem_reg_many")
@@ -326,13 +346,16 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
                 reg_free(reg)
         while done < count and (partial or say != NULL):
             with nogil:
-                done = many_reg(md, regs, array, done, &say)
+                end = min(count, done + <size_t>MANY_SLICE)
+                while done < end:
+                    done = many_reg(md, regs, array, done, &say)
             PyErr_CheckSignals()
     finally:
         for i in range(done, made):
             if regs[i] != NULL:
                 reg_free(regs[i])
         free(regs)
+        slab_end(slab, count)
     return array_finish(array, partial, &error)
 
 

@@ -178,7 +178,7 @@ cdef ucxm_status_t ucxm_mem_reg(ucxm_md_t *handle, const ucxm_reg_params_t *para
         return refuse(error, UCXM_ERR_INVALID_PARAM, "an adopted registration has its own range")
     if md.epoch != fork_epoch:
         return UCXM_ERR_FORKED
-    reg = reg_alloc(md)
+    reg = reg_alloc(md, NULL)
     if reg == NULL:
         return UCXM_ERR_NO_MEMORY
     reg.pub.address = params.address

@@ -5,6 +5,7 @@ import array as _array
 
 cdef enum:
     MANY_SLICE = 1024   # items between two looks at signals
+    MANY_LOCKED = 64    # of which so many are linked at a time
 
 
 cdef class Numbers:
@@ -117,25 +118,52 @@ cdef void array_own(MemhArray array) noexcept:
 
 
 cdef size_t many_derive(ucxm_memh_t *parent, Numbers offsets, Numbers lengths, bint rest,
-                        uint64_t grant, ucxm_ep_t *ep, MemhArray array, size_t done,
+                        uint64_t grant, ucxm_ep_t *ep, slab_t *slab, MemhArray array, size_t done,
                         ucxm_error_t **error) noexcept nogil:
-    """Derive the next slice of them; only the first failure of all has an `error`."""
-    cdef size_t end = min(array.count, done + <size_t>MANY_SLICE)
-    cdef uint64_t offset, length
-    while done < end:
-        offset = offsets.at(done)
-        if not rest:
-            length = lengths.at(done)
-        elif offset <= ucxm_memh_own(parent).length:
-            length = ucxm_memh_own(parent).length - offset
-        else:
-            length = 0
-        array.each[done] = mem_derive(parent, offset, length, grant, ep, &array.memhs[done],
-                                      error[0])
-        if array.each[done] != UCXM_OK:
+    """Derive the next few of them, under one lock; only the first failure of all has an `error`.
+
+    The numbers are read once: they may change at any time.
+    """
+    cdef size_t count = min(array.count - done, <size_t>MANY_LOCKED)
+    cdef ucxm_status_t *each = array.each + done
+    cdef ucxm_memh_t **memhs = array.memhs + done
+    cdef uint64_t offset[MANY_LOCKED]
+    cdef uint64_t length[MANY_LOCKED]
+    cdef ucxm_status_t status = derive_check(parent, grant, &ep, error[0])
+    cdef size_t i
+    for i in range(count):
+        each[i] = status
+        if status == UCXM_OK:
+            offset[i] = offsets.at(done + i)
+            if not rest:
+                length[i] = lengths.at(done + i)
+            else:
+                length[i] = ucxm_memh_own(parent).length - min(offset[i],
+                                                               ucxm_memh_own(parent).length)
+            each[i] = derive_check_range(parent, offset[i], length[i], error[0])
+        if each[i] != UCXM_OK:
             error[0] = NULL
-        done += 1
-    return done
+        else:
+            memhs[i] = memh_room(md_of(parent), slab)
+    if status == UCXM_OK:
+        status = derive_lock(parent, ep)
+        if status == UCXM_OK:
+            for i in range(count):
+                if memhs[i] != NULL:
+                    derive_link(parent, memhs[i], slab, offset[i], length[i], grant, ep)
+            spin_unlock(&md_of(parent).tree_lock)
+        for i in range(count):
+            if memhs[i] == NULL:
+                continue
+            if status == UCXM_OK:
+                each[i] = derive_settle(parent, memhs[i], &memhs[i], error[0])
+            else:
+                room_free(slab, books_of(memhs[i]))
+                memhs[i] = NULL
+                each[i] = status
+            if each[i] != UCXM_OK:
+                error[0] = NULL
+    return done + count
 
 
 cdef MemhArray derive_many(Memh self, Numbers offsets, Numbers lengths, uint64_t grant,
@@ -144,7 +172,9 @@ cdef MemhArray derive_many(Memh self, Numbers offsets, Numbers lengths, uint64_t
     cdef ucxm_ep_t *ep = endpoint.ep if endpoint is not None else NULL
     cdef bint rest = lengths is None
     cdef size_t done = 0
+    cdef size_t end
     cdef MemhArray array
+    cdef slab_t *slab
     cdef ucxm_error_t error
     cdef ucxm_error_t *say = &error
     if offsets.items != NULL and not rest and lengths.items != NULL and (
@@ -155,11 +185,20 @@ cdef MemhArray derive_many(Memh self, Numbers offsets, Numbers lengths, uint64_t
         raise _errors.InvalidParamError("offsets or lengths must be an array", op="derive_many")
     array = array_new(self.md, self, endpoint if endpoint is not None else self.bound, count,
                       "derive_many")
+    slab = slab_new(count, (<md_t *>self.md.md).layout.size)
+    if slab == NULL:
+        raise _errors.NoMemoryError(op="derive_many")
     error_clear(&error)
-    while done < count:
-        with nogil:
-            done = many_derive(self.memh, offsets, lengths, rest, grant, ep, array, done, &say)
-        PyErr_CheckSignals()
+    try:
+        while done < count:
+            end = min(count, done + <size_t>MANY_SLICE)
+            with nogil:
+                while done < end:
+                    done = many_derive(self.memh, offsets, lengths, rest, grant, ep, slab, array,
+                                       done, &say)
+            PyErr_CheckSignals()
+    finally:
+        slab_end(slab, count)
     return array_finish(array, partial, &error)
 
 

@@ -227,7 +227,7 @@ cdef class Md:
         if (buffer is None) == (address is None):
             raise _errors.InvalidParamError("give a buffer, or address and length", op="mem_reg",
                                             component=md_component(md))
-        reg = reg_alloc(md)
+        reg = reg_alloc(md, NULL)
         if reg == NULL:
             raise _errors.NoMemoryError(op="mem_reg", component=md_component(md))
         try:
@@ -292,7 +292,7 @@ cdef class Md:
         if not md.attr.flags & UCXM_MD_FLAG_REG or not md.attr.flags & UCXM_MD_FLAG_NEED_MEMH:
             raise _errors.UnsupportedError("this domain has no native registrations to adopt",
                                            op="mem_adopt", component=md_component(md))
-        reg = reg_alloc(md)
+        reg = reg_alloc(md, NULL)
         if reg == NULL:
             raise _errors.NoMemoryError(op="mem_adopt", component=md_component(md))
         reg.pub.adopt = <void *>native

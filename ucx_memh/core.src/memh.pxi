@@ -2,7 +2,8 @@
 # Handles: allocate, clone, link, release.  Base and derived are one type; what differs between
 # them is decided here, by init, and when their native state goes (revoke.pxi).
 
-cdef void init_books(ucxm_memh_t *memh, md_t *md, const plan_t *plan) noexcept nogil:
+cdef void init_books(ucxm_memh_t *memh, md_t *md, slab_t *slab,
+                     const plan_t *plan) noexcept nogil:
     """One that its maker is still at work on."""
     cdef books_t *books = books_of(memh)
     books.device_done.func = NULL
@@ -22,6 +23,8 @@ cdef void init_books(ucxm_memh_t *memh, md_t *md, const plan_t *plan) noexcept n
     books.left = NULL
     books.right = NULL
     books.reach = 0
+    books.slab = slab
+    books.aligned = NULL
 
 
 cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent,
@@ -63,27 +66,28 @@ cdef ucxm_memh_t *memh_base(md_t *md, reg_t *reg, uint64_t rights) noexcept nogi
     cdef const layout_t *layout = &md.layout
     cdef books_t *books = <books_t *>(<char *>reg + reg_room(md))
     cdef ucxm_memh_t *memh = <ucxm_memh_t *>(books + 1)
-    init_books(memh, md, &BASE_PLAN)
+    init_books(memh, md, NULL, &BASE_PLAN)
     init_identity(memh, md, NULL, layout)
     init_inherited(memh, reg, layout.own_offset - sizeof(ucxm_memh_t))
     init_own(memh, reg.pub.address, reg.pub.length, rights, reg.pub.grant, NULL)
     return memh
 
 
-cdef inline ucxm_memh_t *memh_room(const md_t *md) noexcept nogil:
+cdef inline ucxm_memh_t *memh_room(const md_t *md, slab_t *slab) noexcept nogil:
     """For a derived handle; nothing of it is written yet."""
-    cdef books_t *books = <books_t *>mem_alloc(md.layout.size)
+    cdef books_t *books = <books_t *>room_take(slab, md.layout.size)
     return NULL if books == NULL else <ucxm_memh_t *>(books + 1)
 
 
-cdef inline void memh_clone(md_t *md, ucxm_memh_t *parent, ucxm_memh_t *memh, uint64_t address,
-                            uint64_t length, uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
+cdef inline void memh_clone(md_t *md, ucxm_memh_t *parent, ucxm_memh_t *memh, slab_t *slab,
+                            uint64_t address, uint64_t length, uint64_t grant,
+                            ucxm_ep_t *ep) noexcept nogil:
     """Write a derived handle: one memcpy of the inherited span, init of the rest.
 
     Not linked yet, and its own tail is still to be written.
     """
     cdef const layout_t *layout = &md.layout
-    init_books(memh, md, &DERIVED_PLAN)
+    init_books(memh, md, slab, &DERIVED_PLAN)
     init_identity(memh, md, parent, layout)
     memcpy(<char *>memh + layout.copy_offset, <char *>parent + layout.copy_offset,
            layout.copy_size)
@@ -91,7 +95,7 @@ cdef inline void memh_clone(md_t *md, ucxm_memh_t *parent, ucxm_memh_t *memh, ui
 
 
 cdef inline void memh_free(ucxm_memh_t *memh) noexcept nogil:
-    mem_free(books_of(memh))
+    room_free(books_of(memh).slab, books_of(memh))
 
 
 cdef inline void memh_link(md_t *md, ucxm_memh_t *memh) noexcept nogil:
@@ -280,31 +284,24 @@ cdef size_t md_find(md_t *md, uint64_t address, uint64_t length, uint32_t kinds,
     return count
 
 
-cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
-                           ucxm_error_t *error) noexcept nogil:
-    """Register what the prepared Registration says; takes it over, also on failure.
-
-    The base is linked first, for a domain is not closed over one that is being made.
-    """
+cdef inline ucxm_memh_t *reg_link(md_t *md, reg_t *reg) noexcept nogil:
+    """A base of the prepared Registration, which nobody can end yet.  tree_lock is held, and the
+    caller takes the reference to the domain."""
     cdef uint64_t rights = reg.pub.grant
-    cdef ucxm_status_t status
     cdef ucxm_memh_t *memh
-    memh_p[0] = NULL
-    md_orphans(md)
     if reg.pub.flags & UCXM_MEM_DERIVED_ONLY:
         rights &= ~UCXM_MEM_ACCESS_REMOTE
-    status = UCXM_ERR_FORKED
-    if md.epoch == fork_epoch:
-        memh = memh_base(md, reg, rights)
-        status = md_lock_open(md)
-    if status != UCXM_OK:
-        reg_free(reg)
-        return status
-    md_get(md)
+    memh = memh_base(md, reg, rights)
     memh_link(md, memh)
     bump64(&md.counters.mem_reg, reg_native(reg))
-    spin_unlock(&md.tree_lock)
-    status = reg_hold(reg, error)
+    return memh
+
+
+cdef ucxm_status_t reg_settle(md_t *md, ucxm_memh_t *memh, ucxm_memh_t **memh_p,
+                              ucxm_error_t *error) noexcept nogil:
+    """Register with the device; or what was linked is gone again."""
+    cdef reg_t *reg = reg_of(memh)
+    cdef ucxm_status_t status = reg_hold(reg, error)
     if status != UCXM_OK:
         memh_undo(md, memh)
         return status
@@ -318,20 +315,34 @@ cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
     return UCXM_OK
 
 
-cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t length,
-                              uint64_t grant, ucxm_ep_t *ep, ucxm_memh_t **memh_p,
-                              ucxm_error_t *error) noexcept nogil:
-    """Clone, narrowed to offset .. +length of the parent and to `grant`.
+cdef ucxm_status_t mem_reg(md_t *md, reg_t *reg, ucxm_memh_t **memh_p,
+                           ucxm_error_t *error) noexcept nogil:
+    """Register what the prepared Registration says; takes it over, also on failure.
 
-    No command is sent and nothing of the parent but the list of its children is written.
+    The base is linked first, for a domain is not closed over one that is being made.
     """
+    cdef ucxm_status_t status = UCXM_ERR_FORKED
+    cdef ucxm_memh_t *memh
+    memh_p[0] = NULL
+    md_orphans(md)
+    if md.epoch == fork_epoch:
+        status = md_lock_open(md)
+    if status != UCXM_OK:
+        reg_free(reg)
+        return status
+    md_get(md)
+    memh = reg_link(md, reg)
+    spin_unlock(&md.tree_lock)
+    return reg_settle(md, memh, memh_p, error)
+
+
+cdef ucxm_status_t derive_check(ucxm_memh_t *parent, uint64_t grant, ucxm_ep_t **ep_p,
+                                ucxm_error_t *error) noexcept nogil:
+    """All but the range.  The endpoint of what is derived: `ep_p`, or the parent's for NULL."""
     cdef md_t *md = md_of(parent)
     cdef ucxm_memh_own_t *base = ucxm_memh_own(parent)
-    cdef ucxm_memh_t *memh
-    cdef ucxm_status_t status
-
-    memh_p[0] = NULL
-    status = memh_check(parent)
+    cdef ucxm_ep_t *ep = ep_p[0]
+    cdef ucxm_status_t status = memh_check(parent)
     if status != UCXM_OK:
         return status
     if not md.attr.flags & UCXM_MD_FLAG_REG_DERIVED:
@@ -339,11 +350,8 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
     if grant & ~base.grant:
         error_text(error, "derive only narrows: the parent does not have these rights")
         return UCXM_ERR_INVALID_PARAM
-    if offset > base.length or length > base.length - offset:
-        error_text(error, "derive only narrows: outside the parent's range")
-        return UCXM_ERR_INVALID_PARAM
     if ep == NULL:
-        ep = base.ep
+        ep_p[0] = ep = base.ep
     elif base.ep != NULL and base.ep != ep:
         error_text(error, "the parent is bound to another endpoint")
         return UCXM_ERR_INVALID_PARAM
@@ -357,28 +365,53 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
         status = ep_check(<ep_t *>ep)
         if status != UCXM_OK:
             error_text(error, "the endpoint is closed")
-            return status
+    return status
 
-    memh = memh_room(md)
-    if memh == NULL:
-        return UCXM_ERR_NO_MEMORY
-    # Taking a lock waits for all that was written before: so the handle is written under it.
+
+cdef inline ucxm_status_t derive_check_range(const ucxm_memh_t *parent, uint64_t offset,
+                                             uint64_t length, ucxm_error_t *error) noexcept nogil:
+    cdef const ucxm_memh_own_t *base = ucxm_memh_own(parent)
+    if offset > base.length or length > base.length - offset:
+        error_text(error, "derive only narrows: outside the parent's range")
+        return UCXM_ERR_INVALID_PARAM
+    return UCXM_OK
+
+
+cdef inline ucxm_status_t derive_lock(ucxm_memh_t *parent, ucxm_ep_t *ep) noexcept nogil:
+    """Take the tree_lock of a parent and an endpoint that are still there.
+
+    Whoever closed one of them meanwhile has won; from here on it cannot go.
+    """
+    cdef md_t *md = md_of(parent)
+    cdef ucxm_status_t status
     spin_lock(&md.tree_lock)
-    # Whoever closed the parent or the endpoint meanwhile has won; from here on it cannot go.
     status = memh_check(parent)
     if status == UCXM_OK and ep != NULL:
         status = ep_check(<ep_t *>ep)
     if status != UCXM_OK:
         spin_unlock(&md.tree_lock)
-        memh_free(memh)
-        return status
-    memh_clone(md, parent, memh, base.address + offset, length, grant, ep)
+    return status
+
+
+cdef inline void derive_link(ucxm_memh_t *parent, ucxm_memh_t *memh, slab_t *slab, uint64_t offset,
+                             uint64_t length, uint64_t grant, ucxm_ep_t *ep) noexcept nogil:
+    """Write and link what was checked, in its room.  tree_lock is held."""
+    cdef md_t *md = md_of(parent)
+    memh_clone(md, parent, memh, slab, ucxm_memh_own(parent).address + offset, length, grant, ep)
     memh_link(md, memh)
     bump64(&md.counters.derive, 1)
     if ep != NULL:
         (<ep_t *>ep).bound += 1
         add32(&(<ep_t *>ep).refs, 1)
-    spin_unlock(&md.tree_lock)
+
+
+cdef inline ucxm_status_t derive_settle(ucxm_memh_t *parent, ucxm_memh_t *memh,
+                                        ucxm_memh_t **memh_p,
+                                        ucxm_error_t *error) noexcept nogil:
+    """The backend's part; or what was linked is gone again."""
+    cdef md_t *md = md_of(parent)
+    cdef ucxm_status_t status
+    memh_p[0] = NULL
     if md.ops.tail_init != default_tail_init:
         md.ops.tail_init(md.priv, memh, NULL, ucxm_memh_own_tail(memh))
     status = md.ops.mem_derive(md.priv, parent, memh, error)
@@ -388,3 +421,32 @@ cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t len
     store32(&books_of(memh).pending, 0)
     memh_p[0] = memh
     return UCXM_OK
+
+
+cdef ucxm_status_t mem_derive(ucxm_memh_t *parent, uint64_t offset, uint64_t length,
+                              uint64_t grant, ucxm_ep_t *ep, ucxm_memh_t **memh_p,
+                              ucxm_error_t *error) noexcept nogil:
+    """Clone, narrowed to offset .. +length of the parent and to `grant`.
+
+    No command is sent and nothing of the parent but the list of its children is written.
+    """
+    cdef md_t *md = md_of(parent)
+    cdef ucxm_memh_t *memh
+    cdef ucxm_status_t status
+    memh_p[0] = NULL
+    status = derive_check(parent, grant, &ep, error)
+    if status == UCXM_OK:
+        status = derive_check_range(parent, offset, length, error)
+    if status != UCXM_OK:
+        return status
+    memh = memh_room(md, NULL)
+    if memh == NULL:
+        return UCXM_ERR_NO_MEMORY
+    # Taking a lock waits for all that was written before: so the handle is written under it.
+    status = derive_lock(parent, ep)
+    if status != UCXM_OK:
+        mem_free(books_of(memh))
+        return status
+    derive_link(parent, memh, NULL, offset, length, grant, ep)
+    spin_unlock(&md.tree_lock)
+    return derive_settle(parent, memh, memh_p, error)

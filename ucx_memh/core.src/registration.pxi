@@ -5,6 +5,7 @@
 cdef struct reg_t:
     ucxm_registration_t pub   # first: what the backend sees
     md_t *md
+    slab_t *slab              # where it lies, if it is one of many
     uint32_t inflight         # transfers that use the local key
     bint held                 # the native registration exists
     PyObject *owner           # keeps plain addresses alive
@@ -42,12 +43,18 @@ cdef inline size_t reg_room(const md_t *md) noexcept nogil:
     return align16(sizeof(reg_t)) + align16(md.ops.reg_size)
 
 
-cdef reg_t *reg_alloc(md_t *md) noexcept nogil:
-    """With room for its base, of which nothing is written yet."""
-    cdef reg_t *reg = <reg_t *>mem_alloc(reg_room(md) + md.layout.size)
+cdef inline size_t reg_size(const md_t *md) noexcept nogil:
+    """Of all of it."""
+    return reg_room(md) + md.layout.size
+
+
+cdef reg_t *reg_alloc(md_t *md, slab_t *slab) noexcept nogil:
+    """With room for its base, of which nothing is written yet; in the slab, if there is one."""
+    cdef reg_t *reg = <reg_t *>room_take(slab, reg_size(md))
     if reg == NULL:
         return NULL
     memset(reg, 0, reg_room(md))
+    reg.slab = slab
     reg.pub.priv = <char *>reg + align16(sizeof(reg_t))
     reg.pub.dmabuf_fd = -1
     reg.md = md
@@ -83,7 +90,7 @@ cdef ucxm_status_t reg_unhold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
 cdef void reg_free(reg_t *reg) noexcept nogil:
     """With its base, if there ever was one."""
     reg_release_memory(reg)
-    mem_free(reg)
+    room_free(reg.slab, reg)
 
 
 cdef void reg_rights(reg_t *reg, uint64_t asked, bint default, bint writable) noexcept nogil:

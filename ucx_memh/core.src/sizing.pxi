@@ -23,6 +23,8 @@ cdef struct books_t:
     ucxm_memh_t *left        # in the Md's index, if there is one: this and the next two
     ucxm_memh_t *right
     uint64_t reach           # the highest end of a range in its subtree
+    slab_t *slab             # where it lies, if it is derived and one of many
+    void *aligned            # to 16 bytes
 
 cdef enum:
     AT_WORK = 0xffff

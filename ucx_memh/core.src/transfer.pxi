@@ -131,7 +131,7 @@ cdef void transfer_unuse(transfer_t *transfer) noexcept nogil:
 cdef ucxm_status_t transfer_borrow(transfer_t *transfer, uint64_t rights,
                                    ucxm_error_t *error) noexcept nogil:
     """Register the caller's plain buffer for as long as the transfer lasts."""
-    cdef reg_t *reg = reg_alloc(transfer.md)
+    cdef reg_t *reg = reg_alloc(transfer.md, NULL)
     cdef ucxm_status_t status
     if reg == NULL:
         return UCXM_ERR_NO_MEMORY
