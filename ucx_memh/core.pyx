@@ -14,8 +14,8 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.exc cimport (
     PyErr_CheckSignals, PyErr_SetObject, PyErr_WriteUnraisable,
 )
-from cpython.number cimport PyNumber_Index
-from cpython.object cimport PyObject
+from cpython.number cimport PyNumber_AsSsize_t, PyNumber_Index
+from cpython.object cimport PyObject, PyTypeObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stddef cimport size_t
 from libc.stdint cimport (

@@ -43,7 +43,7 @@ cdef class MemhArray:
         cdef Py_ssize_t i
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(self.count))]
-        i = PyNumber_Index(index)
+        i = PyNumber_AsSsize_t(index, IndexError)
         if i < 0:
             i += self.count
         if not 0 <= i < <Py_ssize_t>self.count:
@@ -118,6 +118,14 @@ cdef extern from *:
 cdef inline bint is_dying(PyObject *holder) noexcept:
     """Its weak references are being told that it is gone: it must not be touched."""
     return refcount(holder) == 0
+
+
+cdef extern from *:
+    bint is_a "Py_IS_TYPE"(PyObject *holder, PyTypeObject *type)
+
+cdef inline object keeper_of(PyObject *holder):
+    """The array that a Memh, which may be dying, came from; or None."""
+    return (<Memh>holder).keeper if is_a(holder, <PyTypeObject *>Memh) else None
 
 
 cdef Memh array_item(MemhArray array, ucxm_memh_t *memh):
@@ -306,7 +314,7 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
     cdef reg_t **regs = <reg_t **>malloc((count + 1) * sizeof(reg_t *))
     cdef ucxm_error_t error
     cdef ucxm_error_t *say = &error
-    cdef size_t i, end, made = 0
+    cdef size_t i, end, failed, made = 0
     cdef size_t done = 0
     cdef reg_t *reg
     cdef slab_t *slab = slab_new(count, reg_size(md)) if regs != NULL else NULL
@@ -319,13 +327,16 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
             reg = reg_alloc(md, slab)
             regs[i] = reg
             made = i + 1
+            if owner is not None:
+                Py_INCREF(owner)
+                reg.owner = <PyObject *>owner
             if buffers is not None:
                 try:
                     get_buffer(buffers[i], &reg.buffer, False, "mem_reg_many")
                 except _errors.MemhError as reason:
-                    if not partial:
-                        raise
                     array.each[i] = reason.status
+                    text = reason.detail.encode()
+                    error_text(say, text)
                     say = NULL
                     regs[i] = NULL
                     reg_free(reg)
@@ -335,9 +346,6 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
                                              <uint64_t>reg.buffer.len, asked, default,
                                              not reg.buffer.readonly, reg, say)
             else:
-                if owner is not None:
-                    Py_INCREF(owner)
-                    reg.owner = <PyObject *>owner
                 array.each[i] = many_prepare(md, addresses.at(i), lengths.at(i), asked, default,
                                              True, reg, say)
             if array.each[i] != UCXM_OK:
@@ -351,12 +359,27 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
                     done = many_reg(md, regs, array, done, &say)
             PyErr_CheckSignals()
     finally:
+        failed = first_failed(array.each, made)
         for i in range(done, made):
             if regs[i] != NULL:
                 reg_free(regs[i])
+                if i > failed:  # nobody tried
+                    array.each[i] = UCXM_ERR_CANCELED
         free(regs)
         slab_end(slab, count)
     return array_finish(array, partial, &error)
+
+
+cdef bytes octets_of(object buffer, size_t start, size_t length):
+    """A copy; of items of any format."""
+    cdef Py_buffer view
+    get_buffer(buffer, &view, False, "PackedKeys")
+    try:
+        if length > <size_t>view.len or start > <size_t>view.len - length:
+            raise IndexError("the buffer has been made shorter")
+        return PyBytes_FromStringAndSize(<const char *>view.buf + start, length)
+    finally:
+        PyBuffer_Release(&view)
 
 
 class PackedKeys:
@@ -379,8 +402,7 @@ class PackedKeys:
 
     def __getitem__(self, index):
         start = range(len(self.lengths))[index] * self.stride
-        with memoryview(self.data) as view, view.cast("B") as octets:
-            return bytes(octets[start : start + self.lengths[index]])
+        return octets_of(self.data, start, self.lengths[index])
 
 
 cdef size_t many_pack(Handles handles, uint32_t flags, uint8_t *buffer, size_t stride,

@@ -29,7 +29,9 @@ cdef Numbers numbers_of(object given, str name, str op):
     cdef Numbers numbers = Numbers.__new__(Numbers)
     cdef size_t i
     # What has neither a length nor items is one number; NumPy's arrays have __index__, too.
-    if not hasattr(given, "__len__") or getattr(given, "ndim", 1) == 0:
+    if getattr(given, "ndim", 1) == 0 and PyObject_CheckBuffer(given):
+        given = given[()]  # has an __index__, which need not work
+    if not hasattr(given, "__len__"):
         numbers.all = as_u64(given, name, op)
         return numbers
     if not PyObject_CheckBuffer(given):
@@ -37,7 +39,10 @@ cdef Numbers numbers_of(object given, str name, str op):
             given = _array.array("Q", given)
         except (TypeError, OverflowError) as error:
             raise _errors.InvalidParamError(f"{name}: {error}", op=op) from None
-    get_buffer(given, &numbers.view, False, op)
+    try:
+        get_buffer(given, &numbers.view, False, op)
+    except _errors.InvalidParamError as error:
+        raise _errors.InvalidParamError(f"{name}: {error.detail}", op=op) from error.__cause__
     numbers.exported = True
     kind = numbers.view.format.decode() if numbers.view.format != NULL else "B"
     if numbers.view.ndim != 1 or numbers.view.itemsize != 8 or kind.lstrip("@=<") not in (
@@ -65,7 +70,9 @@ cdef object many_failure(ucxm_status_t *each, size_t count, size_t first, str op
     """The error of the first item that failed; it has the statuses of all."""
     context["item"] = first
     reason = failure(each[first], op, md, error, context)
-    reason.statuses = statuses_of(each, count)
+    # Unlike a memoryview it can be pickled.
+    reason.statuses = _array.array("i", PyBytes_FromStringAndSize(
+        <const char *>each, count * sizeof(ucxm_status_t)))
     return reason
 
 

@@ -49,11 +49,12 @@ cdef object memh_object(ucxm_memh_t *memh):
     cdef PyObject *holder = books_of(memh).object
     if holder == NULL:
         return None
-    if not is_dying(holder):
-        if type(<object>holder) is MemhArray:
-            return array_item(<MemhArray>holder, memh)
-        return <Memh>holder
-    return None
+    if is_dying(holder):  # if it came from an array, that makes another one
+        keeper = keeper_of(holder)
+        return array_item(<MemhArray>keeper, memh) if keeper is not None else None
+    if type(<object>holder) is MemhArray:
+        return array_item(<MemhArray>holder, memh)
+    return <Memh>holder
 
 
 cdef object ZERO = 0  # CPython has one of it: a default argument is known by being it
