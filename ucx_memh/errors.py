@@ -31,6 +31,7 @@ An error keeps the status that it was made from, so INVALID_ADDR and IO_ERROR ca
 
 import errno as _errno
 import os
+from array import array
 
 from ucx_memh.flags import Status
 
@@ -74,11 +75,13 @@ class MemhError(Exception):
     `status` is the number (`Status`, or int if it is unknown), `op` what was asked, `component`
     of whom, `detail` the cause in words, `context` what else is known: address, length, pid,
     errno, syndrome ...; an item that is None is left out.  `errno` is None where the failure has
-    none.  Instances can be pickled.
+    none.  Of a batch `context["item"]` is the first item that failed, and `statuses` an array of
+    int, how each item went; else it is None.  Instances can be pickled.
     """
 
     default_status: int | None = None
     default_errno: int | None = None
+    statuses: "array[int] | None" = None
 
     def __init__(
         self,
