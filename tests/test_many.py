@@ -408,43 +408,44 @@ def test_a_device_that_refuses_to_derive(fakes, at):
 
 
 @pytest.mark.parametrize("call", ["buffers", "addresses", "derive"])
-def test_no_memory_at_each_allocation(fakes, call):
-    """One allocation for each item, and none for the whole batch."""
+@pytest.mark.parametrize("partial", [False, True])
+def test_no_memory(fakes, call, partial):
+    """There is one allocation for all of them."""
     md, device = fakes()
     base = md.mem_reg(bytearray(64))
     regions = [bytearray(8) for _ in range(COUNT)]
 
-    def make(**more):
+    def make():
         if call == "buffers":
-            return md.mem_reg_many(regions, **more)
+            return md.mem_reg_many(regions, partial=partial)
         if call == "addresses":
-            return md.mem_reg_many(addresses=range(8, 8 + COUNT), lengths=1, **more)
-        return base.derive_many(range(COUNT), 8, **more)
+            return md.mem_reg_many(addresses=range(8, 8 + COUNT), lengths=1, partial=partial)
+        return base.derive_many(range(COUNT), 8, partial=partial)
 
     before = world(md, device, fakes.memory)
     allocs = fakes.memory.allocs
     make().dereg()
-    assert fakes.memory.allocs == allocs + COUNT
-    for at in range(COUNT):
-        wrong = [Status.NO_MEMORY if i == at else 0 for i in range(COUNT)]
-        fakes.memory.fail(at + 1)
-        with pytest.raises(um.NoMemoryError) as caught:
-            make()
-        assert caught.value.context == {"item": at}
-        statuses = list(caught.value.statuses)
-        # What has room already is not registered any more, and what comes later was not tried.
-        assert statuses[: at + 1] == wrong[: at + 1]
-        assert set(statuses[at + 1 :]) <= {0, Status.CANCELED}
-        assert world(md, device, fakes.memory) == before
-        fakes.memory.fail(at + 1)
-        array = make(partial=True)
-        assert list(array.status) == wrong
-        assert fakes.memory.live == before[2] + COUNT - 1
-        array.dereg()
-        del array
-        assert world(md, device, fakes.memory) == before
+    assert fakes.memory.allocs == allocs + 1
+    fakes.memory.fail(1)
+    with pytest.raises(um.NoMemoryError):
+        make()
+    assert world(md, device, fakes.memory) == before
     for region in regions:
         region.append(0)
+
+
+def test_the_last_handle_takes_the_memory_with_it(fakes):
+    """Also of what failed, and was never there."""
+    md, _ = fakes()
+    base = md.mem_reg(bytearray(64))
+    frees, live = fakes.memory.frees, fakes.memory.live
+    array = base.derive_many([0, 8, 65, 16], 8, partial=True)
+    kept = array[3]
+    array.dereg()
+    del array
+    assert (fakes.memory.frees, fakes.memory.live) == (frees, live + 1)
+    del kept
+    assert (fakes.memory.frees, fakes.memory.live) == (frees + 1, live)
 
 
 def test_what_cannot_be_registered_is_never_tried(fakes):
