@@ -15,6 +15,7 @@ command -v gcc >/dev/null || need gcc
 command -v g++ >/dev/null || need g++  # the headers' tests
 has_header stdlib.h || need libc6-dev
 has_header infiniband/mlx5dv.h || need libibverbs-dev
+command -v ibv_devinfo >/dev/null || need ibverbs-utils  # its programs run on softmlx5 in tests
 command -v flock >/dev/null || need util-linux
 command -v "$python" >/dev/null || need python3
 # Debian splits these two off its python3; a Python of one's own has them.
