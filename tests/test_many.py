@@ -408,44 +408,35 @@ def test_a_device_that_refuses_to_derive(fakes, at):
 
 
 @pytest.mark.parametrize("call", ["buffers", "addresses", "derive"])
-@pytest.mark.parametrize("partial", [False, True])
-def test_no_memory(fakes, call, partial):
-    """There is one allocation for all of them."""
+def test_no_memory(fakes, call):
+    """One allocation for all of them, which are there as long as the last one is."""
     md, device = fakes()
     base = md.mem_reg(bytearray(64))
     regions = [bytearray(8) for _ in range(COUNT)]
 
-    def make():
+    def make(**more):
         if call == "buffers":
-            return md.mem_reg_many(regions, partial=partial)
+            return md.mem_reg_many(regions, **more)
         if call == "addresses":
-            return md.mem_reg_many(addresses=range(8, 8 + COUNT), lengths=1, partial=partial)
-        return base.derive_many(range(COUNT), 8, partial=partial)
+            return md.mem_reg_many(addresses=range(8, 8 + COUNT), lengths=1, **more)
+        return base.derive_many(range(COUNT), 8, **more)
 
     before = world(md, device, fakes.memory)
     allocs = fakes.memory.allocs
-    make().dereg()
+    last = make()[-1]
     assert fakes.memory.allocs == allocs + 1
-    fakes.memory.fail(1)
-    with pytest.raises(um.NoMemoryError):
-        make()
+    assert fakes.memory.live == before[2] + 1
+    last.dereg()
+    del last
     assert world(md, device, fakes.memory) == before
+    for partial in (False, True):
+        fakes.memory.fail(1)
+        with pytest.raises(um.NoMemoryError) as caught:
+            make(partial=partial)
+        assert (caught.value.op[-5:], caught.value.statuses) == ("_many", None)
+        assert world(md, device, fakes.memory) == before
     for region in regions:
         region.append(0)
-
-
-def test_the_last_handle_takes_the_memory_with_it(fakes):
-    """Also of what failed, and was never there."""
-    md, _ = fakes()
-    base = md.mem_reg(bytearray(64))
-    frees, live = fakes.memory.frees, fakes.memory.live
-    array = base.derive_many([0, 8, 65, 16], 8, partial=True)
-    kept = array[3]
-    array.dereg()
-    del array
-    assert (fakes.memory.frees, fakes.memory.live) == (frees, live + 1)
-    del kept
-    assert (fakes.memory.frees, fakes.memory.live) == (frees + 1, live)
 
 
 def test_what_cannot_be_registered_is_never_tried(fakes):
