@@ -209,11 +209,24 @@ cdef MemhArray derive_many(Memh self, Numbers offsets, Numbers lengths, uint64_t
     return array_finish(array, partial, &error)
 
 
+cdef void array_undo(MemhArray array) noexcept:
+    """Nobody has seen it.  It does not go as an object would: that may have to wait for the next
+    call."""
+    cdef ucxm_memh_t *memh
+    cdef size_t i
+    with nogil:
+        for i in range(array.count):
+            memh = array.memhs[i]
+            array.memhs[i] = NULL
+            if memh != NULL:
+                memh_drop(memh)
+
+
 cdef MemhArray array_finish(MemhArray array, bint partial, ucxm_error_t *error):
     """All was tried.  Without `partial` one that failed takes all others with it."""
     cdef size_t first = first_failed(array.each, array.count)
-    cdef object reason
     if first < array.count and not partial:
+        array_undo(array)
         raise many_failure(array.each, array.count, first, array.op, <md_t *>array.md.md, error,
                            {})
     array_own(array)
