@@ -146,21 +146,29 @@ class Finding(RuleBasedStateMachine):
         """One that nobody has any more, nor anything below it, goes."""
         self.all = [one for one in self.all if one is not memh]
 
-    @rule(address=starts, length=sizes, derived=st.sampled_from([None, False, True]))
-    def search(self, address, length, derived):
+    def check(self, address, length, derived=None):
         self.searches += 1
-        self.seen[0] += 1
         found = self.md.find(address, length, derived)
+        self.seen[0] += 1
         self.seen[1] += len(found)
         known = {id(memh) for memh in self.all}
-        # What was forgotten lives on below something else's base.
+        # What was forgotten lives on while something below it does.
         others = [memh for memh in found if id(memh) not in known]
         assert same(found, brute([*self.all, *others], address, length, derived))
+
+    @rule(address=starts, length=sizes, derived=st.sampled_from([None, False, True]))
+    def search(self, address, length, derived):
+        self.check(address, length, derived)
+
+    @rule(length=st.integers(0, 3))
+    def search_everywhere(self, length):
+        for address in range(0, 60, 4):
+            self.check(address, length)
 
     @rule(memh=memhs, inner=st.tuples(starts, sizes))
     def search_in(self, memh, inner):
         offset = min(inner[0], memh.length)
-        self.search(memh.address + offset, min(inner[1], memh.length - offset), None)
+        self.check(memh.address + offset, min(inner[1], memh.length - offset))
 
     @precondition(lambda self: self.searches)
     @invariant()
