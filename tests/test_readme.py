@@ -14,9 +14,10 @@ def test_examples_print_what_they_say(python, root):
     for block in blocks:
         said = re.findall(r"^ *print\(.*?\) +# (.*)$", block, re.M)
         printed = python("-c", block).stdout.splitlines()
-        assert len(printed) == len(said)
-        assert printed[0] == said[0]
-        assert "REMOTE_ACCESS" in printed[1]
+        assert len(printed) == len(said) > 0
+        for line, words in zip(printed, said, strict=True):
+            described = words.startswith("refused by the device")  # the rest is word for word
+            assert "REMOTE_ACCESS" in line if described else line == words
 
 
 def test_the_key_has_the_size_it_says(python, root):
