@@ -70,10 +70,12 @@ costs: build
 # A copy of the tree, built with a sanitizer: no report is allowed.  Of the tests those in which
 # threads meet, and those in which memory comes and goes; without what takes a thousand times as long.
 TSAN_TESTS := tests/test_core_threads.py tests/test_core_completion.py tests/test_rkey_cache.py \
-              tests/test_core_connections.py tests/ib_mlx5/test_endpoint.py \
+              tests/test_many_revoke.py tests/test_find.py tests/test_core_connections.py \
+              tests/ib_mlx5/test_endpoint.py \
               tests/ib_mlx5/test_faults.py tests/ib_mlx5/test_umr.py \
               tests/ib_mlx5/test_umr_faults.py tests/embed/test_races.py -k 'not 1048576'
 ASAN_TESTS := tests/test_core_*.py tests/test_rules.py tests/test_pack.py tests/test_rkey_cache.py \
+              tests/test_many.py tests/test_many_revoke.py tests/test_find.py \
               tests/test_model.py tests/test_bundle.py tests/ib_mlx5/test_rows.py \
               tests/ib_mlx5/test_faults.py tests/ib_mlx5/test_umr.py \
               tests/ib_mlx5/test_umr_faults.py tests/ib_mlx5/test_mailbox.py tests/ib/test_rows.py \

@@ -3,6 +3,7 @@
 
 import gc
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ class Ledger:
             assert row[:2] == first
         blocks = [row[2] for row in self.rows[warm:]]
         # The rows themselves stay, and nothing grows but them.
-        steps = {after - before for before, after in zip(blocks, blocks[1:], strict=False)}
+        steps = {after - before for before, after in pairwise(blocks)}
         assert max(steps) - min(steps) <= 2 and max(steps) < 200
         return first[0]
 
@@ -66,28 +67,32 @@ def cycles(memory, md, things, once, device_counts=dict, count=CYCLES):
         gc.enable()
 
 
+def derive_in_cycles(memory, searched):
+    offsets = np.arange(COUNT, dtype=np.uint64) * SIZE
+    md, device = open_fake()
+    base = md.mem_reg(address=1 << 20, length=COUNT * SIZE)
+    if searched:
+        md.find(0)
+
+    def once():
+        array = base.derive_many(offsets, SIZE)
+        if searched:
+            assert md.find(array.addresses[77], SIZE, derived=True) == [array[77]]
+        array.invalidate()
+        array.dereg()
+
+    spent = cycles(memory, md, (md, base, offsets), once, lambda: device.counts)
+    assert (spent["allocs"], spent["frees"]) == (1, 1)
+    assert (spent["derive"], spent["revoke"], spent["mem_derive"]) == (COUNT,) * 3
+    assert spent["key_create"] == spent["key_destroy"] == 0
+    md.close(force=True)
+
+
 @pytest.mark.parametrize("searched", [False, True], ids=["", "searched"])
 def test_derived_ones(frozen_heap, searched):
-    offsets = np.arange(COUNT, dtype=np.uint64) * SIZE
     with PoisonAllocator() as memory:
-        md, device = open_fake()
-        base = md.mem_reg(address=1 << 20, length=COUNT * SIZE)
-        if searched:
-            md.find(0)
-
-        def once():
-            array = base.derive_many(offsets, SIZE)
-            if searched:
-                assert md.find(array.addresses[77], SIZE, derived=True) == [array[77]]
-            array.invalidate()
-            array.dereg()
-
-        spent = cycles(memory, md, (md, base, offsets), once, lambda: device.counts)
-        assert (spent["allocs"], spent["frees"]) == (1, 1)
-        assert (spent["derive"], spent["revoke"], spent["mem_derive"]) == (COUNT,) * 3
-        assert spent["key_create"] == spent["key_destroy"] == 0
-        md.close(force=True)
-        del base, md, once
+        derive_in_cycles(memory, searched)
+        gc.collect()
         memory.check()
         assert memory.live == 0
 

@@ -155,6 +155,58 @@ def test_doorbells_of_many(owner, count, many):
     assert all(win.state is um.MemhState.REVOKED for win in wins)
 
 
+@pytest.mark.parametrize("umr", ["auto", "off"])
+@pytest.mark.parametrize("call", ["invalidate", "dereg"])
+@pytest.mark.parametrize("many", [1, DEPTH + 1, 256, 257, 600])
+def test_doorbells_of_an_array(owner, count, umr, call, many):
+    """The same from Python, and nothing for what has no key, is gone already or comes twice."""
+    base = owner.mem_reg(bytearray(SIZE), MemFlag.DERIVED_ONLY)
+    base.derive().mkey_pack()
+    count()
+    array = base.derive_many([i * 64 for i in range(many)], 64)
+    assert count() == {}
+    array.mkey_pack()
+    made = count()
+    if umr == "auto":
+        assert (made["wr.bind_mw"], made["doorbells"]) == (many, many)
+    else:
+        assert made == {"create_mkey": many}
+    keyless = base.derive_many([0] * 10, 8)
+    revoke = getattr(owner, f"{call}_many")
+    revoke([*keyless, *array, *array, *keyless], partial=True)
+    ended = count()
+    if umr == "auto":
+        # Of the second time around the first waits for the parts that are under way.
+        at_most = -(-(2 * many + 20) // 256) + -(-many // DEPTH) + 1
+        rings = ended.pop("doorbells")
+        assert -(-many // DEPTH) <= rings <= at_most
+        assert ended == {"wr.local_inv": many}
+    else:
+        assert ended == {"destroy_mkey": many}
+    assert {memh.state for memh in array} == {
+        um.MemhState.CLOSED if call == "dereg" else um.MemhState.REVOKED
+    }
+    array = base.derive_many([i * 64 for i in range(many)], 64)
+    array.mkey_pack()
+    count()
+    getattr(array, call)()
+    rings = sum(-(-min(256, many - at) // DEPTH) for at in range(0, many, 256))
+    wanted = {"wr.local_inv": many, "doorbells": rings}
+    assert count() == (wanted if umr == "auto" else {"destroy_mkey": many})
+    getattr(array, call)(partial=True)
+    array.dereg()
+    assert count() == {}
+
+
+def test_commands_of_many_bases(owner, count):
+    """One for each, whatever the batch."""
+    regions = [bytearray(4096) for _ in range(300)]
+    array = owner.mem_reg_many(regions, MemFlag.DERIVED_ONLY)
+    assert count() == {"reg_mr": 300}
+    array.dereg()
+    assert count() == {"dereg_mr": 300}
+
+
 @pytest.mark.parametrize("umr", ["auto"])
 def test_work_requests_do_not_depend_on_size(owner, count, attacker):
     """4 KiB and 1 GiB: the same, one for each step."""
