@@ -103,7 +103,7 @@ cdef class MemhArray:
         if each == NULL:
             raise _errors.NoMemoryError(op="dereg")
         try:
-            many_revoke(self.memhs, self.count, True, each)
+            many_revoke(<md_t *>self.md.md, self.memhs, self.count, True, each)
             for i in range(self.count):
                 if self.memhs[i] == NULL:
                     each[i] = UCXM_OK
@@ -113,15 +113,13 @@ cdef class MemhArray:
 
 
 cdef extern from *:
-    Py_ssize_t refcount "Py_REFCNT" (PyObject *holder)
+    Py_ssize_t refcount "Py_REFCNT"(PyObject *holder)
+    bint is_a "Py_IS_TYPE"(PyObject *holder, PyTypeObject *type)
 
 cdef inline bint is_dying(PyObject *holder) noexcept:
     """Its weak references are being told that it is gone: it must not be touched."""
     return refcount(holder) == 0
 
-
-cdef extern from *:
-    bint is_a "Py_IS_TYPE"(PyObject *holder, PyTypeObject *type)
 
 cdef inline object keeper_of(PyObject *holder):
     """The array that a Memh, which may be dying, came from; or None."""
@@ -204,60 +202,54 @@ cdef object many_result(ucxm_status_t *each, size_t count, bint partial, str op,
     return statuses_of(each, count)
 
 
-cdef void batch_later(ucxm_memh_t *const *memhs, size_t count, bint later) noexcept:
-    """For the bases among them; not in a forked child, which has no right to."""
+cdef void batch_later(md_t *md, ucxm_memh_t *const *memhs, size_t count,
+                      bint later) noexcept nogil:
+    """Is what Python lent to the bases among them given back later, or by whoever closes them?"""
     cdef size_t i
+    spin_lock(&md.tree_lock)  # who closes one looks under it
     for i in range(count):
-        if memhs[i] != NULL and memhs[i].id.parent == NULL and (
-                books_of(memhs[i]).epoch == fork_epoch):
+        if memhs[i] != NULL and memhs[i].id.parent == NULL:
             store32(&reg_of(memhs[i]).later, later)
+    spin_unlock(&md.tree_lock)
 
 
-cdef void batch_give_back(ucxm_memh_t *const *memhs, size_t count) noexcept:
+cdef void batch_give_back(md_t *md, ucxm_memh_t *const *memhs, size_t count) noexcept:
     """What those that are closed now had of Python's.  Those that are not do it when they are."""
     cdef size_t i
-    cdef md_t *md = NULL
-    for i in range(count):
-        if memhs[i] != NULL:
-            md = md_of(memhs[i])
-    if md == NULL or md.epoch != fork_epoch:
-        return
-    spin_lock(&md.tree_lock)  # one who closes it looks in here
-    batch_later(memhs, count, False)
-    spin_unlock(&md.tree_lock)
+    batch_later(md, memhs, count, False)
     for i in range(count):
         if memhs[i] != NULL and memhs[i].id.parent == NULL and (
                 load32(&memhs[i].id.state) == UCXM_MEMH_CLOSED):
             reg_give_back(reg_of(memhs[i]))
 
 
-cdef int many_revoke(ucxm_memh_t **memhs, size_t count, bint closing,
+cdef int many_revoke(md_t *md, ucxm_memh_t **memhs, size_t count, bint closing,
                      ucxm_status_t *each) except -1:
     """All of them, the device's work in batches, with a look at signals between.
 
     An exception from a signal leaves what has begun under way, and the rest as it is.  What Python
     lent to bases is given back by this thread, which need not take the GIL for each.
     """
+    cdef bint lent = closing and md.epoch == fork_epoch  # a forked child has no right to it
     cdef size_t done = 0
-    cdef size_t started, slice
+    cdef size_t started, some
     cdef bint settled
     while done < count:
-        slice = min(count - done, <size_t>BATCH)
-        if closing:
-            batch_later(memhs + done, slice, True)
+        some = min(count - done, <size_t>BATCH)
+        if lent:
+            batch_later(md, memhs + done, some, True)
         try:
             with nogil:
-                started = batch_start(memhs + done, slice, closing, each + done)
-                settled = batch_settle(memhs + done, started, each + done, now_ns() + SLICE_NS)
+                started = batch_start(memhs + done, some, closing, each + done)
+            settled = False
             while not settled:
-                PyErr_CheckSignals()
                 with nogil:
                     settled = batch_settle(memhs + done, started, each + done, now_ns() + SLICE_NS)
+                PyErr_CheckSignals()
         finally:
-            if closing:
-                batch_give_back(memhs + done, slice)
+            if lent:
+                batch_give_back(md, memhs + done, some)
         done += started
-        PyErr_CheckSignals()
     return 0
 
 
@@ -327,12 +319,10 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
             reg = reg_alloc(md, slab)
             regs[i] = reg
             made = i + 1
-            if owner is not None:
-                Py_INCREF(owner)
-                reg.owner = <PyObject *>owner
+            reg_lend_owner(reg, owner)
             if buffers is not None:
                 try:
-                    get_buffer(buffers[i], &reg.buffer, False, "mem_reg_many")
+                    reg_lend_buffer(reg, buffers[i], "mem_reg_many")
                 except _errors.MemhError as reason:
                     array.each[i] = reason.status
                     text = reason.detail.encode()
@@ -341,7 +331,6 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
                     regs[i] = NULL
                     reg_free(reg)
                     continue
-                reg.has_buffer = True
                 array.each[i] = many_prepare(md, <uint64_t>reg.buffer.buf,
                                              <uint64_t>reg.buffer.len, asked, default,
                                              not reg.buffer.readonly, reg, say)

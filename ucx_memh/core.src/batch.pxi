@@ -50,10 +50,7 @@ cdef bint batch_settle(ucxm_memh_t *const *memhs, size_t count, ucxm_status_t *e
     for i in range(count):
         if each[i] != UCXM_INPROGRESS:
             continue
-        while load32(&books_of(memhs[i]).pending) != 0:
-            if md_progress(md_of(memhs[i])) == 0:
-                if now_ns() >= until:
-                    return False
-                sched_yield()
+        if not revoke_settled(memhs[i], until):
+            return False
         each[i] = books_of(memhs[i]).failed
     return True

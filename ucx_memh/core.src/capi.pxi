@@ -252,12 +252,9 @@ cdef ucxm_status_t ucxm_mem_enforcement(ucxm_memh_t *memh,
 
 cdef ucxm_status_t revoke_wait(ucxm_memh_t *memh, ucxm_status_t status) noexcept nogil:
     """Progress until the device is done with a revocation that is under way."""
-    cdef md_t *md = md_of(memh)
     if status != UCXM_INPROGRESS:
         return status
-    while load32(&books_of(memh).pending) != 0:
-        if md_progress(md) == 0:
-            sched_yield()
+    revoke_settled(memh, UINT64_MAX)
     return books_of(memh).failed
 
 
@@ -269,7 +266,7 @@ cdef ucxm_status_t revoke_blocking(ucxm_memh_t *memh, bint closing,
         return UCXM_OK
     found = orphan_ending(memh)
     while found != NULL:
-        revoke_wait(found, UCXM_INPROGRESS)
+        revoke_settled(found, UINT64_MAX)
         memh_put(found)
         found = orphan_ending(memh)
     return revoke_wait(memh, revoke(memh, closing, NULL, error))
@@ -287,7 +284,7 @@ cdef ucxm_status_t revoke_below(ucxm_memh_t *memh, ucxm_error_t *error) noexcept
         leaf = revoke_leaf(md_of(memh), memh)
         if leaf == NULL:
             break
-        revoke_wait(leaf, UCXM_INPROGRESS)  # somebody may have begun
+        revoke_settled(leaf, UINT64_MAX)  # somebody may have begun
         status = revoke_wait(leaf, revoke(leaf, False, NULL, error))
         if revoke_overtaken(leaf, status):
             status = UCXM_OK

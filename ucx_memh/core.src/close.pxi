@@ -40,12 +40,9 @@ cdef ucxm_status_t close_handles(md_t *md, bint derived, uint64_t until,
         status = revoke(memh, True, NULL, error)
         if load32(&books.pending) != 0:
             # The device is at it, for us or since earlier: see how that ends.
-            while load32(&books.pending) != 0:
-                if now_ns() >= until:
-                    memh_put(memh)
-                    return UCXM_INPROGRESS
-                if md_progress(md) == 0:
-                    sched_yield()
+            if not revoke_settled(memh, until):
+                memh_put(memh)
+                return UCXM_INPROGRESS
             status = UCXM_OK if load32(&memh.id.state) >= UCXM_MEMH_REVOKED else (
                 UCXM_ERR_IO_ERROR)
         orphan_reap(md, memh)
@@ -60,11 +57,8 @@ cdef ucxm_status_t close_orphans(md_t *md, uint64_t until) noexcept nogil:
     cdef ucxm_memh_t *memh = orphan_find(md, NULL)
     cdef ucxm_status_t status = UCXM_OK
     while memh != NULL and status == UCXM_OK:
-        while load32(&books_of(memh).pending) != 0 and status == UCXM_OK:
-            if now_ns() >= until:
-                status = UCXM_INPROGRESS
-            elif md_progress(md) == 0:
-                sched_yield()
+        if not revoke_settled(memh, until):
+            status = UCXM_INPROGRESS
         memh_put(memh)
         memh = orphan_find(md, NULL) if status == UCXM_OK else NULL
     return status

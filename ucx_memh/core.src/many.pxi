@@ -59,10 +59,13 @@ cdef Numbers numbers_of(object given, str name, str op):
     return numbers
 
 
-cdef object statuses_of(const ucxm_status_t *each, size_t count):
+cdef bytes status_bytes(const ucxm_status_t *each, size_t count):
     """A copy, for Python: one int32 for each item."""
-    return memoryview(PyBytes_FromStringAndSize(
-        <const char *>each, count * sizeof(ucxm_status_t))).cast("i")
+    return PyBytes_FromStringAndSize(<const char *>each, count * sizeof(ucxm_status_t))
+
+
+cdef object statuses_of(const ucxm_status_t *each, size_t count):
+    return memoryview(status_bytes(each, count)).cast("i")
 
 
 cdef object many_failure(ucxm_status_t *each, size_t count, size_t first, str op, md_t *md,
@@ -71,8 +74,7 @@ cdef object many_failure(ucxm_status_t *each, size_t count, size_t first, str op
     context["item"] = first
     reason = failure(each[first], op, md, error, context)
     # Unlike a memoryview it can be pickled.
-    reason.statuses = _array.array("i", PyBytes_FromStringAndSize(
-        <const char *>each, count * sizeof(ucxm_status_t)))
+    reason.statuses = _array.array("i", status_bytes(each, count))
     return reason
 
 

@@ -236,17 +236,14 @@ cdef class Md:
                 if length is not None:
                     raise _errors.InvalidParamError("length goes with address", op="mem_reg",
                                                     component=md_component(md))
-                get_buffer(buffer, &reg.buffer, False, "mem_reg")
-                reg.has_buffer = True
+                reg_lend_buffer(reg, buffer, "mem_reg")
                 reg.pub.address = <uint64_t>reg.buffer.buf
                 reg.pub.length = <uint64_t>reg.buffer.len
                 writable = not reg.buffer.readonly
             else:
                 reg.pub.address = as_u64(address, "address", "mem_reg")
                 reg.pub.length = as_u64(length, "length", "mem_reg")
-            if owner is not None:
-                Py_INCREF(owner)
-                reg.owner = <PyObject *>owner
+            reg_lend_owner(reg, owner)
             reg_rights(reg, asked, flags is None, writable)
             if mem_type is not ZERO:
                 number = as_u64(mem_type, "mem_type", "mem_reg")
@@ -303,9 +300,7 @@ cdef class Md:
         except BaseException:
             reg_free(reg)
             raise
-        if owner is not None:
-            Py_INCREF(owner)
-            reg.owner = <PyObject *>owner
+        reg_lend_owner(reg, owner)
         return base_wrap(self, reg, "mem_adopt")
 
     def mem_reg_many(self, buffers=None, flags=None, *, addresses=None, lengths=None, owner=None,
@@ -373,14 +368,14 @@ cdef class Md:
         """
         cdef md_t *md = md_use(self, "invalidate_many")
         cdef Handles handles = handles_of(self, memhs, "invalidate_many")
-        many_revoke(handles.memhs, handles.count, False, handles.each)
+        many_revoke(md, handles.memhs, handles.count, False, handles.each)
         return many_result(handles.each, handles.count, partial, "invalidate_many", md)
 
     def dereg_many(self, memhs, partial=False):
         """Memh.dereg of many, as invalidate_many; what is closed already is OK."""
         cdef md_t *md = md_use(self, "dereg_many")
         cdef Handles handles = handles_of(self, memhs, "dereg_many")
-        many_revoke(handles.memhs, handles.count, True, handles.each)
+        many_revoke(md, handles.memhs, handles.count, True, handles.each)
         return many_result(handles.each, handles.count, partial, "dereg_many", md)
 
     def find(self, address, length=1, derived=None):

@@ -148,14 +148,6 @@ cdef inline void memh_get(ucxm_memh_t *memh) noexcept nogil:
     add32(&books_of(memh).refs, 1)
 
 
-cdef inline bint memh_alone(const ucxm_memh_t *memh) noexcept nogil:
-    """Is there nothing to a closed handle but its memory, and nobody who has it but the caller?
-    So do most derived handles end."""
-    cdef const books_t *books = books_of(memh)
-    return (load32(&books.refs) == 1 and books.touched == 0 and memh.id.parent != NULL and
-            not books.closing & HOLDS_PARENT and ucxm_memh_own(memh).ep == NULL)
-
-
 cdef void memh_put(ucxm_memh_t *memh) noexcept nogil:
     """Drop a reference; the last one frees a handle whose native state is gone already.
 

@@ -2,15 +2,19 @@
 # The Registration: what the device holds, and the Python buffer under it.  Its base has it, until
 # the last reference to that is gone: both are one allocation.  Never copied.
 
+cdef enum:
+    LENT_BUFFER = 1
+    LENT_OWNER = 2
+
 cdef struct reg_t:
     ucxm_registration_t pub   # first: what the backend sees
     md_t *md
     slab_t *slab              # where it lies, if it is one of many
     uint32_t inflight         # transfers that use the local key
     bint held                 # the native registration exists
+    uint32_t lent             # what of Python's it has: LENT_...; read without the GIL too
+    uint32_t later            # who closes the base gives that back, and not who finds it closed
     PyObject *owner           # keeps plain addresses alive
-    uint32_t later            # who closes the base gives them back, and not who finds it closed
-    bint has_buffer
     Py_buffer buffer
 
 
@@ -18,15 +22,28 @@ cdef inline reg_t *reg_of(const ucxm_memh_t *memh) noexcept nogil:
     return <reg_t *>memh.inherited.reg
 
 
+cdef void reg_lend_owner(reg_t *reg, object owner) noexcept:
+    """None: there is no owner."""
+    if owner is not None:
+        Py_INCREF(owner)
+        reg.owner = <PyObject *>owner
+        reg.lent |= LENT_OWNER
+
+
+cdef int reg_lend_buffer(reg_t *reg, object buffer, str op) except -1:
+    get_buffer(buffer, &reg.buffer, False, op)
+    reg.lent |= LENT_BUFFER
+    return 0
+
+
 cdef void reg_give_back(reg_t *reg) noexcept:
-    """The buffer or the owner, if it has not been done yet."""
-    cdef PyObject *owner = reg.owner
-    if reg.has_buffer:
-        reg.has_buffer = False
+    """The buffer and the owner, if it has not been done yet."""
+    cdef uint32_t lent = reg.lent
+    store32(&reg.lent, 0)  # first: what they run may come back here
+    if lent & LENT_BUFFER:
         PyBuffer_Release(&reg.buffer)
-    if owner != NULL:
-        reg.owner = NULL
-        Py_DECREF(<object>owner)
+    if lent & LENT_OWNER:
+        Py_DECREF(<object>reg.owner)
 
 
 cdef void reg_release_python(reg_t *reg) noexcept with gil:
@@ -34,7 +51,7 @@ cdef void reg_release_python(reg_t *reg) noexcept with gil:
 
 
 cdef inline void reg_release_memory(reg_t *reg) noexcept nogil:
-    if (reg.has_buffer or reg.owner != NULL) and python_lives():
+    if load32(&reg.lent) and python_lives():
         reg_release_python(reg)
 
 

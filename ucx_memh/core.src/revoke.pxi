@@ -255,6 +255,17 @@ cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *co
     return revoke_start(memh, closing, comp, True, error)
 
 
+cdef bint revoke_settled(ucxm_memh_t *memh, uint64_t until) noexcept nogil:
+    """Progress until nobody is at its revocation; False: the time `until` came first."""
+    cdef md_t *md = md_of(memh)
+    while load32(&books_of(memh).pending) != 0:
+        if now_ns() >= until:
+            return False
+        if md_progress(md) == 0:
+            sched_yield()
+    return True
+
+
 cdef inline bint revoke_overtaken(ucxm_memh_t *memh, ucxm_status_t status) noexcept nogil:
     """Another thread was faster; and not a backend that says so and has not done it."""
     return (status == UCXM_ERR_REVOKED or status == UCXM_ERR_CLOSED) and (
@@ -289,10 +300,7 @@ cdef void memh_drop(void *thing) noexcept nogil:
     if books.epoch != fork_epoch:
         return  # the parent's; nothing of it is freed here
     if load32(&memh.id.state) == UCXM_MEMH_CLOSED:
-        if memh_alone(memh):
-            memh_free(memh)
-        else:
-            memh_put(memh)
+        memh_put(memh)
         return
     if revoke(memh, True, NULL, NULL) != UCXM_OK:
         spin_lock(&md.tree_lock)

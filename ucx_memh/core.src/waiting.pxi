@@ -32,15 +32,9 @@ cdef void waiter_run(ucxm_completion_t *self, ucxm_status_t status) noexcept nog
 
 cdef int wait_ended(ucxm_memh_t *memh) except -1:
     """Wait until nobody is at its revocation, looking at signals now and then."""
-    cdef md_t *md = md_of(memh)
-    cdef books_t *books = books_of(memh)
-    cdef uint64_t deadline
-    while load32(&books.pending) != 0:
+    while load32(&books_of(memh).pending) != 0:
         with nogil:
-            deadline = now_ns() + SLICE_NS
-            while load32(&books.pending) != 0 and now_ns() < deadline:
-                if md_progress(md) == 0:
-                    sched_yield()
+            revoke_settled(memh, now_ns() + SLICE_NS)
         PyErr_CheckSignals()
     return 0
 
@@ -68,8 +62,7 @@ cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *com
     cdef books_t *books = books_of(memh)
     cdef ucxm_error_t error
     cdef ucxm_status_t status
-    if books.epoch == fork_epoch and memh.id.parent != NULL and (
-            load32(&memh.id.state) == UCXM_MEMH_LIVE) and revoke_keyless(md, memh, closing):
+    if revoke_quick(memh, closing):
         if comp != NULL:
             comp.func(comp, UCXM_OK)
         return 0
