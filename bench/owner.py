@@ -10,7 +10,6 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import ucx_memh as um
@@ -69,12 +68,7 @@ class Owner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()

@@ -140,6 +140,12 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture
+def bench(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `bench` importable, as it is in the root of the tree."""
+    monkeypatch.syspath_prepend(root)
+
+
 @pytest.fixture(scope="session")
 def frozen_heap() -> None:
     """Makes gc.collect() cheap: what pytest holds is not looked at any more."""

@@ -18,9 +18,8 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.fixture
-def peers(root, monkeypatch):
+def peers(bench):
     """bench.peers with its modules, as they are in the root of the tree."""
-    monkeypatch.syspath_prepend(root)
     import bench.peers.child
     import bench.peers.install
     import bench.peers.measure

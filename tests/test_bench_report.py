@@ -15,12 +15,6 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.fixture
-def bench(root, monkeypatch):
-    """Makes `bench` importable, as it is in the root of the tree."""
-    monkeypatch.syspath_prepend(root)
-
-
-@pytest.fixture
 def page(bench):
     from bench.report import page
 

@@ -27,7 +27,10 @@ class CannotCountError(Exception):
 
 
 def dumped(text: str) -> tuple[list[Any], int] | None:
-    """The name and the instructions of a dump that a mark asked for; nothing of one without."""
+    """The name and the instructions of a dump that a mark asked for, of the thread that calls;
+    nothing of another."""
+    if not re.search(r"^thread: 1$", text, re.M):
+        return None
     name = re.search(r"^desc: Trigger: Client Request: (\[.*)$", text, re.M)
     total = re.search(r"^(?:summary|totals): (\d+)$", text, re.M)
     return (json.loads(name[1]), int(total[1])) if name and total else None
@@ -65,7 +68,8 @@ def count(calls: int) -> list[Row]:
     library = BUILD / "counted"
     with tempfile.TemporaryDirectory() as folder:
         command = [program, "--tool=callgrind", "--instr-atstart=no", "--quiet"]
-        command += [f"--callgrind-out-file={folder}/dump", sys.executable]
+        # What a device does meanwhile, in a thread of its own, is none of the call's.
+        command += ["--separate-threads=yes", f"--callgrind-out-file={folder}/dump", sys.executable]
         command += ["-m", "bench.hotpath.counted", str(library), str(calls)]
         # Names fall into the same places of dictionaries each time, and none is looked up late.
         environment = {**os.environ, "PYTHONHASHSEED": "0", "LD_BIND_NOW": "1"}

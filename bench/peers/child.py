@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from bench.peers.reasons import PeerLost, last_words, without_paths
@@ -143,12 +142,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self.lost is None:
             self.close()
 

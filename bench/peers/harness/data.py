@@ -12,10 +12,10 @@ import sys
 from collections.abc import Callable
 
 import ucx_memh as um
-from bench.hotpath.native import pointer
+from bench.bare import BUILD
+from bench.hotpath.native import Loops, pointer
 from bench.owner import Owner, region
 from bench.peers.harness import serving
-from bench.peers.harness.native import Ours
 
 TURNS = """
 import os, select
@@ -30,7 +30,7 @@ cpus = sorted(os.sched_getaffinity(0))
 
 class Data:
     def __init__(self, owner: Owner, turning: subprocess.Popen, largest: int) -> None:
-        self.ours = Ours()
+        self.loops = Loops(BUILD)
         self.md = um.open_md("cma")
         self.link = owner.link(self.md)
         self.memory = region(largest)
@@ -63,18 +63,23 @@ class Data:
         return prepare
 
     def native(self, way: str) -> Callable[[int], serving.Loop]:
-        put = c.c_int(way == "put")
-        ends = self.ours.api, pointer(self.link.ep), pointer(self.link.rkey)
-        remote = c.c_uint64(self.link.address)
-        return lambda length: self.beside(
-            self.ours("transfer_ours", *ends, put, remote, self.where, c.c_size_t(length))
-        )
+        ends = pointer(self.link.ep), pointer(self.link.rkey), c.c_uint64(self.link.address)
+
+        def prepare(length: int) -> serving.Loop:
+            args = *ends, self.where, c.c_size_t(length)
+            return self.beside(lambda count: self.loops(way, *args, count=count))
+
+        return prepare
 
     def bare(self, way: str) -> Callable[[int], serving.Loop]:
-        put, remote = c.c_int(way == "put"), c.c_void_p(self.link.address)
-        return lambda length: self.beside(
-            self.ours("transfer_bare", self.link.pid, put, remote, self.where, c.c_size_t(length))
-        )
+        call = "writev" if way == "put" else "readv"
+        ends = self.link.pid, c.c_void_p(self.link.address), self.where
+
+        def prepare(length: int) -> serving.Loop:
+            args = *ends, c.c_size_t(length)
+            return self.beside(lambda count: self.loops.bare(call, *args, count=count))
+
+        return prepare
 
 
 def main(largest: int) -> None:

@@ -7,7 +7,6 @@ import ucx_memh as um
 from bench.bare import BUILD
 from bench.hotpath.native import Loops, pointer
 from bench.peers.harness import serving
-from bench.peers.harness.native import Ours
 
 md = um.open_md("cma")
 block = serving.memory()
@@ -15,7 +14,7 @@ memory, where = memoryview(block), c.c_void_p(serving.address(block))
 first = md.mem_reg(memory[:1]).mkey_pack()
 known = md.rkey_unpack(first)  # so that the owner is known
 rights = c.c_uint64(um.MemFlag.ACCESS_RMA)
-loops, ours = Loops(BUILD), Ours()
+loops = Loops(BUILD)
 kept: list[um.Memh | um.Rkey] = []
 
 
@@ -34,7 +33,7 @@ def register(length: int) -> serving.Loop:
 
 
 def share(length: int) -> serving.Loop:
-    return ours("share", ours.api, pointer(md), where, c.c_size_t(length), rights)
+    return loop("share", pointer(md), where, c.c_size_t(length), rights)
 
 
 def pack(length: int) -> serving.Loop:

@@ -83,6 +83,16 @@ static ucs_status_t map(size_t length, ucp_mem_h *memh)
     return ucp_mem_map(context, &params, memh);
 }
 
+static ucs_status_t pack(ucp_mem_h memh)
+{
+    void *key;
+    size_t size;
+    ucs_status_t status = ucp_rkey_pack(context, memh, &key, &size);
+    if (status == UCS_OK)
+        ucp_rkey_buffer_release(key);
+    return status;
+}
+
 /* Each gives nanoseconds for all, and a status. */
 
 static ucs_status_t time_register(size_t length, size_t count, double *ns)
@@ -102,17 +112,13 @@ static ucs_status_t time_register(size_t length, size_t count, double *ns)
 static ucs_status_t time_share(size_t length, size_t count, double *ns)
 {
     ucp_mem_h memh;
-    void *key;
-    size_t size;
     ucs_status_t status = UCS_OK;
     double start = now_ns();
     for (size_t i = 0; i < count && status == UCS_OK; ++i) {
         status = map(length, &memh);
         if (status != UCS_OK)
             break;
-        status = ucp_rkey_pack(context, memh, &key, &size);
-        if (status == UCS_OK)
-            ucp_rkey_buffer_release(key);
+        status = pack(memh);
         ucp_mem_unmap(context, memh);
     }
     *ns = now_ns() - start;
@@ -122,17 +128,12 @@ static ucs_status_t time_share(size_t length, size_t count, double *ns)
 static ucs_status_t time_pack(size_t length, size_t count, double *ns)
 {
     ucp_mem_h memh;
-    void *key;
-    size_t size;
     ucs_status_t status = map(length, &memh);
     if (status != UCS_OK)
         return status;
     double start = now_ns();
-    for (size_t i = 0; i < count && status == UCS_OK; ++i) {
-        status = ucp_rkey_pack(context, memh, &key, &size);
-        if (status == UCS_OK)
-            ucp_rkey_buffer_release(key);
-    }
+    for (size_t i = 0; i < count && status == UCS_OK; ++i)
+        status = pack(memh);
     *ns = now_ns() - start;
     ucp_mem_unmap(context, memh);
     return status;
