@@ -322,7 +322,7 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
             reg_lend_owner(reg, owner)
             if buffers is not None:
                 try:
-                    reg_lend_buffer(reg, buffers[i], "mem_reg_many")
+                    get_buffer(buffers[i], &reg.buffer, False, "mem_reg_many")
                 except _errors.MemhError as reason:
                     array.each[i] = reason.status
                     text = reason.detail.encode()
@@ -331,6 +331,7 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
                     regs[i] = NULL
                     reg_free(reg)
                     continue
+                reg.lent |= LENT_BUFFER
                 array.each[i] = many_prepare(md, <uint64_t>reg.buffer.buf,
                                              <uint64_t>reg.buffer.len, asked, default,
                                              not reg.buffer.readonly, reg, say)

@@ -236,7 +236,8 @@ cdef class Md:
                 if length is not None:
                     raise _errors.InvalidParamError("length goes with address", op="mem_reg",
                                                     component=md_component(md))
-                reg_lend_buffer(reg, buffer, "mem_reg")
+                get_buffer(buffer, &reg.buffer, False, "mem_reg")
+                reg.lent |= LENT_BUFFER
                 reg.pub.address = <uint64_t>reg.buffer.buf
                 reg.pub.length = <uint64_t>reg.buffer.len
                 writable = not reg.buffer.readonly

@@ -30,12 +30,6 @@ cdef void reg_lend_owner(reg_t *reg, object owner) noexcept:
         reg.lent |= LENT_OWNER
 
 
-cdef int reg_lend_buffer(reg_t *reg, object buffer, str op) except -1:
-    get_buffer(buffer, &reg.buffer, False, op)
-    reg.lent |= LENT_BUFFER
-    return 0
-
-
 cdef void reg_give_back(reg_t *reg) noexcept:
     """The buffer and the owner, if it has not been done yet."""
     cdef uint32_t lent = reg.lent
