@@ -205,6 +205,24 @@ def test_without_keys_the_device_is_not_asked(fakes):
     }
 
 
+@pytest.mark.parametrize("call", ["dereg_many", "invalidate_many"])
+def test_what_was_let_go_of_is_no_live_derived_handle(fakes, call):
+    """As one by one: a parent waits for it, and is BUSY only of what somebody has."""
+    md, _ = fakes(destroy="progress")
+    above = [md.mem_reg(bytearray(64)) for _ in range(3)]
+    if call == "invalidate_many":  # of which bases have none
+        above = [base.derive() for base in above]
+    let_go = [packed(each, 2) for each in above]
+    kept = above[1].derive()
+    before = md.stats()["live_derived"]
+    del let_go
+    gc.collect()
+    assert md.stats()["live_derived"] == before
+    statuses = getattr(md, call)(above, partial=True)
+    assert list(statuses) == [OK, Status.BUSY, OK]
+    assert states([above[1], kept]) == [LIVE, LIVE]
+
+
 @pytest.mark.parametrize("destroy", MODES)
 def test_an_array_that_is_let_go(fakes, destroy):
     md, device = fakes(destroy=destroy)

@@ -11,12 +11,23 @@ cdef inline bint batch_waits(const ucxm_memh_t *memh) noexcept nogil:
     return load32(&books.pending) != 0 or load32(&books.live_children) != 0
 
 
+cdef bint batch_above_orphan(ucxm_memh_t *memh) noexcept nogil:
+    """Is a handle below it ending that its user let go of?  Waits a while for that one."""
+    cdef ucxm_memh_t *found = orphan_ending(memh)
+    if found == NULL:
+        return False
+    revoke_settled(found, now_ns() + SLICE_NS)
+    memh_put(found)
+    return True
+
+
 cdef size_t batch_start(ucxm_memh_t *const *memhs, size_t count, bint closing,
                         ucxm_status_t *each) noexcept nogil:
     """Begin to revoke the first of these handles, at most BATCH; returns how many.
 
     each[i] says how it went.  What is INPROGRESS must be settled before the next call: one that is
-    BUSY because of it, a parent after its child, is left to that call.
+    BUSY because of it, a parent after its child, is left to that call.  So is one above a handle
+    that its user let go of and the device is still at; that may be the first.
     """
     cdef size_t started = 0
     cdef size_t under_way = 0
@@ -31,6 +42,8 @@ cdef size_t batch_start(ucxm_memh_t *const *memhs, size_t count, bint closing,
             md = md_of(memhs[started])
             status = revoke_start(memhs[started], closing, NULL, False, NULL)
         if status == UCXM_ERR_BUSY and under_way != 0 and batch_waits(memhs[started]):
+            break
+        if status == UCXM_ERR_BUSY and under_way == 0 and batch_above_orphan(memhs[started]):
             break
         if status == UCXM_INPROGRESS:
             under_way += 1

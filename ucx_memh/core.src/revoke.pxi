@@ -255,6 +255,10 @@ cdef ucxm_status_t revoke(ucxm_memh_t *memh, bint closing, ucxm_completion_t *co
     return revoke_start(memh, closing, comp, True, error)
 
 
+cdef enum:
+    SLICE_NS = 20000000     # without the GIL, before signals are looked at
+
+
 cdef bint revoke_settled(ucxm_memh_t *memh, uint64_t until) noexcept nogil:
     """Progress until nobody is at its revocation; False: the time `until` came first."""
     cdef md_t *md = md_of(memh)

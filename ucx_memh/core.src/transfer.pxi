@@ -11,7 +11,6 @@ cdef extern from "poll.h" nogil:
 
 cdef enum:
     SPIN_NS = 1000000       # busy polling before the thread sleeps
-    SLICE_NS = 20000000     # without the GIL, before signals are looked at
 
 
 cdef struct transfer_t:
