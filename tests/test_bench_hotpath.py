@@ -228,7 +228,8 @@ def test_instructions_repeat(counts, root, monkeypatch):
     for first, second in zip(one, two, strict=True):
         assert first | {"instructions": 0} == second | {"instructions": 0}
         assert first["instructions"] > 0
-        assert first["instructions"] == second["instructions"], (first, second)
+        # Each is rounded.
+        assert abs(first["instructions"] - second["instructions"]) <= 1, (first, second)
 
 
 def test_no_valgrind_is_said_by_name(counts, monkeypatch, tmp_path):
