@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: BSD-3-Clause
+"""examples/pgas: what comes out is NumPy's, also when a rank is lost in the middle."""
+
+import re
+import xml.etree.ElementTree as ET
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [
+    pytest.mark.source,
+    pytest.mark.skipif(not find_spec("ucx_memh_ib_mlx5"), reason="ib_mlx5 was left out"),
+]
+HEAP = ("--heap", str(4 << 20))
+SMALL = {
+    "gups": ("--table", "1001", "--updates", "500", *HEAP),
+    "histogram": ("--bins", "103", "--numbers", "5000", *HEAP),
+    "stencil": ("--rows", "31", "--columns", "20", "--steps", "12", "--every", "4", *HEAP),
+}
+SAYS = {
+    "gups": "words that differ from NumPy's: 0",
+    "histogram": "bins that differ from NumPy's, in what all ranks see: 0",
+    "stencil": "the grid is NumPy's, to the last bit: True",
+}
+
+
+@pytest.fixture
+def pgas(python, root):
+    """`pgas(program, *args)`: its status and its standard output; nothing may be on the other."""
+
+    def run(program, *args, stderr=""):
+        path = root / "examples" / "pgas" / f"{program}.py"
+        done = python("-W", "error", path, *args, check=False)
+        assert re.fullmatch(stderr, done.stderr, re.S), done.stderr
+        return done.returncode, done.stdout
+
+    return run
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("program", SMALL)
+def test_it_is_numpys(pgas, program, ranks):
+    status, text = pgas(program, "--ranks", str(ranks), *SMALL[program])
+    assert status == 0, text
+    assert SAYS[program] in text
+    assert f", {ranks} ranks" in text
+    assert "2 of 2 checks hold" in text
+
+
+@pytest.mark.parametrize(
+    "ranks, fail, victim", [(2, "kill", 1), (4, "kill", 2), (2, "hang", 0), (4, "hang", 3)]
+)
+def test_a_lost_rank_is_cut_off_and_the_others_finish(pgas, ranks, fail, victim):
+    """A SIGKILL, or a SIGSTOP and late writes after SIGCONT, in the middle of a stream of puts."""
+    more = ("--ranks", str(ranks), "--fail", fail, "--victim", str(victim))
+    status, text = pgas("stencil", *more, *SMALL["stencil"])
+    assert status == 0, text
+    assert SAYS["stencil"] in text
+    assert f"rank {victim} goes mad in step 6" in text
+    assert f"revoked by {ranks - 1} others" in text
+    assert re.search(r"its writes: [1-9]\d* to each had come before that, 0 came after it", text)
+    assert f"{ranks - 1} left: back to step 4" in text
+    assert text.count("REMOTE_ACCESS") == (ranks - 1 if fail == "hang" else 0)
+
+
+def test_the_picture_shows_the_revocations(pgas, tmp_path):
+    where = tmp_path / "stencil.svg"
+    more = ("--fail", "hang", "--picture", str(where))
+    status, text = pgas("stencil", *more, *SMALL["stencil"])
+    assert (status, f"wrote {where}" in text) == (0, True)
+    titles = [each.text for each in ET.parse(where).iter("{http://www.w3.org/2000/svg}title")]
+    for rank in range(3):
+        assert f"rank {rank}: revoked 3" in titles
+    for what in ("stopped", "woken", "refused"):
+        assert f"rank 3: {what}" in titles
+
+
+@pytest.mark.parametrize(
+    "program, args, said",
+    [
+        ("gups", ["--ranks", "0"], "--ranks must be at least 1"),
+        ("gups", ["--updates", "0"], "--updates must be at least 1"),
+        ("histogram", ["--bins", "-1"], "--bins must be at least 1"),
+        ("stencil", ["--ranks", "1", "--fail", "kill"], "--fail needs at least 2 ranks"),
+        ("stencil", ["--victim", "4"], "there is no rank 4"),
+        ("stencil", ["--rows", "3"], "the grid needs a row for each rank"),
+        ("stencil", ["--fail", "sleep"], "invalid choice: 'sleep'"),
+        ("stencil", ["--backend", "cma"], "cma has no derived keys"),
+    ],
+)
+def test_wrong_arguments(pgas, program, args, said):
+    assert pgas(program, *args, stderr=f"usage: .*error: .*{said}.*\n")[0] == 2
+
+
+def test_a_heap_that_is_too_small_says_so(pgas):
+    status, text = pgas("gups", "--heap", "4096", stderr=".*MemoryError: the heap has 4096 bytes.*")
+    assert status == 1
+    assert "FAILED: a rank failed" in text
+
+
+def test_the_tutorial_shows_what_it_prints(pgas, root):
+    """But for the numbers."""
+
+    def words(text):
+        return [re.sub(r"[\d.]+", "N", line) for line in text.splitlines() if "wrote" not in line]
+
+    tutorial = (root / "docs/pgas.md").read_text()
+    gups, hang = re.findall(r"^```\n(ucx_memh.*?)^```", tutorial, re.S | re.M)
+    assert words(gups) == words(pgas("gups", *SMALL["gups"])[1])
+    assert words(hang) == words(pgas("stencil", "--fail", "hang", *SMALL["stencil"])[1])
