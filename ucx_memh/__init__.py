@@ -23,6 +23,7 @@ from ucx_memh.resources import (
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+    from ucx_memh import mpi as mpi
     from ucx_memh.bundle import Bundle, BundleMemh, BundleRkey
     from ucx_memh.core import Endpoint, Md, Memh, MemhArray, Operation, PackedKeys, Rkey
 
@@ -127,6 +128,10 @@ def __getattr__(name: str) -> object:
         from ucx_memh import bundle
 
         return getattr(bundle, name)
+    if name == "mpi":  # loads mpi4py no sooner than its first window
+        from importlib import import_module
+
+        return import_module("ucx_memh.mpi")
     if name == "__version__":  # pyproject.toml is the one place that says it
         from importlib.metadata import version
 
@@ -135,4 +140,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted({*globals(), *__all__, "__version__", "mpi"})
