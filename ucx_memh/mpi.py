@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -23,6 +24,7 @@ from ucx_memh.errors import (
     FlushedError,
     InvalidParamError,
     MemhError,
+    NoMemoryError,
     RangeError,
     RemoteAccessError,
     RevokedError,
@@ -42,8 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Window"]
 
 ASK, OFFER = 1, 2  # tags, on a communicator of our own
-# Not started yet by a flush, operations are looked after this often: what is done lets go of its
-# buffer.
+# So many operations may be under way before one looks which are done and lets go of their buffers.
 LOOK = 64
 # Reasons that speak of a backend, not of the call: the next one is tried.
 ELSEWHERE = frozenset({Status.NO_DEVICE, Status.UNSUPPORTED, Status.UNREACHABLE})
@@ -103,8 +104,12 @@ class Window:
         *,
         backends: Sequence[str] | None = None,
     ) -> None:
-        from mpi4py import MPI
-
+        try:
+            from mpi4py import MPI
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "ucx_memh.mpi needs mpi4py: install ucx_memh[mpi]", name="mpi4py"
+            ) from error
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise TypeError(f"want an intracommunicator of mpi4py, not {comm!r}")
         self._closed = True  # until it is made
@@ -404,7 +409,10 @@ class Window:
     def _grants(self, nbytes: int) -> list[tuple[bytes, bytes, bytes, int]]:
         """Register our part; for each rank two addresses, a key, and where our part is."""
         assert self._md is not None
-        self._memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self._memory = mmap.mmap(-1, max(nbytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise NoMemoryError(f"no {nbytes} bytes: {error.strerror}", op="Window") from None
         # A base that others use itself grants all that its domain can, by its default.
         flags = MemFlag.DERIVED_ONLY if self._revocable else None
         self._base = self._md.mem_reg(self._view(), flags)
@@ -661,10 +669,8 @@ class Window:
 def _end(thing: "Memh | Rkey | Endpoint") -> None:
     """One that resists, a refused revocation say, ends with its domain, or when it is let go."""
     end = getattr(thing, "dereg", None) or thing.close  # type: ignore[union-attr]
-    try:
+    with suppress(MemhError):
         end()
-    except MemhError:
-        pass
 
 
 def _arguments(nbytes: int, backends: Sequence[str] | None) -> None:
@@ -688,8 +694,4 @@ def _failure(error: Exception) -> Failure:
     if isinstance(error, MemhError):
         return int(error.status), error.detail or str(error)
     words = f"{type(error).__name__}: {error}"
-    if isinstance(error, MemoryError):
-        return int(Status.NO_MEMORY), words
-    if isinstance(error, OSError) and error.errno in (12, 11):  # ENOMEM, EAGAIN of mmap
-        return int(Status.NO_MEMORY), words
-    return int(Status.IO_ERROR), words
+    return int(Status.NO_MEMORY if isinstance(error, MemoryError) else Status.IO_ERROR), words

