@@ -61,6 +61,7 @@ class _Rank:
         # Two connections for two ways: a refusal takes one down, and ours must not go with theirs.
         self.ours: Endpoint | None = None
         self.theirs: Endpoint | None = None
+        self.before: Endpoint | None = None  # what `theirs` was before the last regrant
         self.rkey: Rkey | None = None  # the key that it gave us
         self.grant: Memh | None = None  # what we gave it
         self.address = 0
@@ -517,17 +518,24 @@ class Window:
         if peer.revoked:
             raise self._refused(rank)
         try:
-            address = peer.address + operator.index(offset)
+            offset = operator.index(offset)
         except TypeError:
             words = f"offset is a number of bytes, not {type(offset).__name__}"
             raise InvalidParamError(words, op="Window") from None
+        if not 0 <= offset <= peer.nbytes:  # the sum might be no address, or another one's
+            words = f"offset {offset} of the {peer.nbytes} bytes that rank {rank} has"
+            raise RangeError(words, op="Window")
+        address = peer.address + offset
         while True:
             try:
                 return call(peer.rkey, address, *args)
             except RangeError as error:
                 length = error.context.get("length", "its")
-                words = f"{length} bytes at {offset} of the {peer.nbytes} that rank {rank} has"
-                raise RangeError(words, op=error.op, component=error.component) from None
+                raise RangeError(
+                    f"{length} bytes at {offset} of the {peer.nbytes} bytes that rank {rank} has",
+                    op=error.op,
+                    component=error.component,
+                ) from None
             except BusyError:  # a full queue
                 if not peer.pending:
                     raise
@@ -599,8 +607,10 @@ class Window:
                 if made is not None:
                     _end(made)
             raise
-        old_grant, old = peer.grant, peer.theirs
-        peer.grant, peer.theirs = grant, new
+        old_grant, old = peer.grant, peer.before
+        # Until it has our answer it may use the connection that it has, and ought to be refused
+        # there, not to find nobody.  That it has asked says that the one before is not used.
+        peer.grant, peer.theirs, peer.before = grant, new, peer.theirs
         self._send((key, new.address), rank, OFFER)
         for gone in (old_grant, old):
             if gone is not None:
@@ -657,7 +667,7 @@ class Window:
         md, self._md = self._md, None
         self._memory = None  # goes when the last view of it does
         for peer in ranks:
-            for thing in (peer.rkey, peer.grant, peer.ours, peer.theirs, peer.asked):
+            for thing in (peer.rkey, peer.grant, peer.ours, peer.theirs, peer.before, peer.asked):
                 if thing is not None:
                     _end(thing)
         if base is not None:
@@ -683,7 +693,8 @@ def _arguments(nbytes: int, backends: Sequence[str] | None) -> None:
         raise InvalidParamError(f"nbytes is at least 0, not {number}", op="Window")
     if backends is None:
         return
-    if isinstance(backends, str) or not all(isinstance(name, str) for name in backends):
+    good = isinstance(backends, Sequence) and not isinstance(backends, str)
+    if not good or not all(isinstance(name, str) for name in backends):
         raise InvalidParamError("backends is a sequence of names", op="Window")
     if not backends:
         raise InvalidParamError("backends names none", op="Window")
