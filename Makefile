@@ -14,7 +14,7 @@ DIST   := build/dist
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \
           tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py tests/embed
 
-MODULES := ucx_memh $(addprefix ucx_memh.,bundle capi config core errors flags hookspecs plugins \
+MODULES := ucx_memh $(addprefix ucx_memh.,bundle capi config core errors flags hookspecs mpi plugins \
              python_backend resources testing)
 
 .PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench bench-report bench-peers hotpath lint docs clean test-dist test-dist-smoke

@@ -282,7 +282,7 @@ def regrant():
 
 
 def renew():
-    """A regrant without a revoke changes the key: the old one is dead, nothing is lost."""
+    """A regrant without a revoke changes the key: the old one is dead, what was flushed is there."""
     with um.mpi.Window(COMM, PAGE) as win:
         if ME == 0:
             raises(um.TimedOutError, lambda: win.regrant(1, 0.05), "nothing from rank 1")
@@ -293,6 +293,7 @@ def renew():
             win.put(0, b"under way", 16)
             raises(um.TimedOutError, lambda: win.refresh(0, 0.05), "nothing from rank 0")
             win.put(0, b"still", 32)  # while it waits for the new one
+            win.flush()  # or it would be under way when the old key ends
         COMM.Barrier()
         if ME == 0:
             win.regrant(1, WAIT)
