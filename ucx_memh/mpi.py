@@ -397,7 +397,8 @@ class Window:
         theirs = self._comm.alltoall(parts)
         # Our way in is their way out: the other address of the two.
         self._agree(name, lambda: self._connect(theirs))
-        # Nobody sends before everybody listens: the last _agree was also a barrier.
+        # Nobody sends before everybody listens: each _agree is also a barrier.
+        self._agree(name, self._reach)
 
     def _open(self, name: str) -> None:
         self._md = um.open_md(name)
@@ -440,6 +441,18 @@ class Window:
             peer.ours.connect(theirs)
             peer.rkey = self._md.rkey_unpack(key)
             peer.address, peer.nbytes = address, self._sizes[rank]
+
+    def _reach(self) -> None:
+        """Read a byte of every rank: a device connects to an address where nobody is, too."""
+        found = bytearray(len(self._ranks))
+        reads = []
+        for rank, peer in enumerate(self._ranks):
+            if peer.nbytes:
+                assert peer.ours is not None and peer.rkey is not None
+                into = memoryview(found)[rank : rank + 1]
+                reads.append(peer.ours.get_nb(peer.rkey, peer.address, into))
+        for read in reads:
+            read.wait()
 
     def _agree(self, component: str, act: Callable[[], object]) -> None:
         """Do it on all ranks; if it failed on one, raise on each.

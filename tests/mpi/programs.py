@@ -282,7 +282,7 @@ def regrant():
 
 
 def renew():
-    """A regrant without a revoke changes the key: the old one is dead, what was flushed is there."""
+    """A regrant without a revoke changes the key: what was flushed is there, the old key dead."""
     with um.mpi.Window(COMM, PAGE) as win:
         if ME == 0:
             raises(um.TimedOutError, lambda: win.regrant(1, 0.05), "nothing from rank 1")
@@ -376,6 +376,14 @@ def unsupported():
         else:
             um.mpi.Window(COMM, PAGE, revocable=False).close()
     um.open_md = real
+    # A rank that does not listen is found before the window is used.
+    connect, reach = um.mpi.Window._connect, um.mpi.Window._reach
+    if ME == 2:
+        um.mpi.Window._connect = um.mpi.Window._reach = lambda *args: None
+    call = lambda: um.mpi.Window(COMM, PAGE, backends=["ib_mlx5"])  # noqa: E731
+    raises(um.UnsupportedError, call, "ib_mlx5: rank 0: ")
+    if ME == 2:
+        um.mpi.Window._connect, um.mpi.Window._reach = connect, reach
     um.mpi.Window(COMM, PAGE).close()
 
 
