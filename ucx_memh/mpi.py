@@ -278,7 +278,8 @@ class Window:
         is also how to change keys.  Of this rank itself it needs no refresh.
 
         TimedOutError: nobody asked; nothing was changed.  What revoke, derive and connect raise:
-        the other side raises it too, and the old key is as it was.
+        the other side raises it too, and the old key is as it was; only if it is the old key that
+        the device would not end, nobody can say whether it works: revoke(rank) tries again.
         """
         self._grant(rank, "regrant")
         if rank == self._rank:
