@@ -11,16 +11,6 @@ cdef inline bint batch_waits(const ucxm_memh_t *memh) noexcept nogil:
     return load32(&books.pending) != 0 or load32(&books.live_children) != 0
 
 
-cdef bint batch_above_orphan(ucxm_memh_t *memh) noexcept nogil:
-    """Is a handle below it ending that its user let go of?  Waits a while for that one."""
-    cdef ucxm_memh_t *found = orphan_ending(memh)
-    if found == NULL:
-        return False
-    revoke_settled(found, now_ns() + SLICE_NS)
-    memh_put(found)
-    return True
-
-
 cdef size_t batch_start(ucxm_memh_t *const *memhs, size_t count, bint closing,
                         ucxm_status_t *each) noexcept nogil:
     """Begin to revoke the first of these handles, at most BATCH; returns how many.
@@ -41,9 +31,8 @@ cdef size_t batch_start(ucxm_memh_t *const *memhs, size_t count, bint closing,
         else:
             md = md_of(memhs[started])
             status = revoke_start(memhs[started], closing, NULL, False, NULL)
-        if status == UCXM_ERR_BUSY and under_way != 0 and batch_waits(memhs[started]):
-            break
-        if status == UCXM_ERR_BUSY and under_way == 0 and batch_above_orphan(memhs[started]):
+        if status == UCXM_ERR_BUSY and (batch_waits(memhs[started]) if under_way != 0 else
+                                        orphan_wait(memhs[started])):
             break
         if status == UCXM_INPROGRESS:
             under_way += 1

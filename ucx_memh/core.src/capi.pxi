@@ -261,14 +261,10 @@ cdef ucxm_status_t revoke_wait(ucxm_memh_t *memh, ucxm_status_t status) noexcept
 cdef ucxm_status_t revoke_blocking(ucxm_memh_t *memh, bint closing,
                                    ucxm_error_t *error) noexcept nogil:
     """What users let go of below it is none of the handles that it is BUSY of."""
-    cdef ucxm_memh_t *found
     if revoke_quick(memh, closing):
         return UCXM_OK
-    found = orphan_ending(memh)
-    while found != NULL:
-        revoke_settled(found, UINT64_MAX)
-        memh_put(found)
-        found = orphan_ending(memh)
+    while orphan_wait(memh):
+        pass
     return revoke_wait(memh, revoke(memh, closing, NULL, error))
 
 

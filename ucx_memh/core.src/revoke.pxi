@@ -346,11 +346,18 @@ cdef ucxm_memh_t *orphan_find(md_t *md, ucxm_memh_t *root) noexcept nogil:
     return found
 
 
-cdef ucxm_memh_t *orphan_ending(ucxm_memh_t *memh) noexcept nogil:
-    """As orphan_find, below a handle that may be closed or another process's."""
+cdef bint orphan_wait(ucxm_memh_t *memh) noexcept nogil:
+    """Is a handle below it ending that its user let go of?  Waits a slice for that one.  The handle
+    may be closed or another process's."""
+    cdef ucxm_memh_t *found
     if books_of(memh).epoch != fork_epoch or load32(&memh.id.state) == UCXM_MEMH_CLOSED:
-        return NULL
-    return orphan_find(md_of(memh), memh)
+        return False
+    found = orphan_find(md_of(memh), memh)
+    if found == NULL:
+        return False
+    revoke_settled(found, now_ns() + SLICE_NS)
+    memh_put(found)
+    return True
 
 
 cdef ucxm_status_t dereg_check(ucxm_memh_t *memh, ucxm_error_t *error) noexcept nogil:

@@ -41,14 +41,11 @@ cdef int wait_ended(ucxm_memh_t *memh) except -1:
 
 cdef int wait_orphans(ucxm_memh_t *memh) except -1:
     """What its user let go of is none of the live derived handles that it is BUSY of."""
-    cdef ucxm_memh_t *found = orphan_ending(memh)
-    while found != NULL:
-        try:
-            wait_ended(found)
-        finally:
-            with nogil:
-                memh_put(found)
-        found = orphan_ending(memh)
+    cdef bint more = True
+    while more:
+        with nogil:
+            more = orphan_wait(memh)
+        PyErr_CheckSignals()
     return 0
 
 
@@ -67,7 +64,7 @@ cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *com
             comp.func(comp, UCXM_OK)
         return 0
     error_clear(&error)
-    if comp == NULL:
+    if comp == NULL and load32(&md.orphans) != 0:
         wait_orphans(memh)
     if md.attr.fast_reg:
         status = revoke(memh, closing, comp, &error)
