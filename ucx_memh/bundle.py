@@ -5,7 +5,6 @@ A thin layer over `Md`, `Memh` and `Rkey`; the block of bytes is the one that C'
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ucx_memh.core import (
@@ -117,12 +116,7 @@ class BundleMemh:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.dereg()
 
     def derive(
@@ -196,12 +190,7 @@ class BundleRkey:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:
