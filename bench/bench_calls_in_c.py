@@ -14,13 +14,12 @@ from bench.hotpath.rounds import Way
 CALLS = 1000
 
 DERIVING = ("fake", "ib_mlx5")
-ALL = (*DERIVING, "cma")
 OPERATIONS = {
-    "mem_reg + dereg + release": ("register", ALL),
+    "mem_reg + dereg + release": ("register", native_ways.DEVICES),
     "derive + dereg + release": ("derive", DERIVING),
-    "mkey_pack, again": ("pack", ALL),
+    "mkey_pack, again": ("pack", native_ways.DEVICES),
     "mkey_pack RAW, again": ("pack", DERIVING),
-    "rkey_unpack of a known key + release": ("unpack", ALL),
+    "rkey_unpack of a known key + release": ("unpack", native_ways.DEVICES),
     "derive + mkey_pack + invalidate": ("invalidate", DERIVING),
     "malloc + free of 64 B": ("floor", (None,)),
 }

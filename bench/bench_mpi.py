@@ -9,16 +9,15 @@ device where there is no adapter, so compare what each step does, not whose copy
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from bench.bare import ROOT
 from bench.peers.child import Child
 from bench.peers.install import BUILD, mpiexec
 from bench.sizes import KIB, MIB, name
 
 RANKS = 4
-ROOT = Path(__file__).resolve().parents[1]
 COUNT = {"put": 200, "get": 200, "fetch_add": 200, "compare_swap": 200, "fence": 50, "cut": 10}
 SIDES = [(side, mpi) for mpi in ("mpich", "openmpi") for side in ("ours", "win")]
 

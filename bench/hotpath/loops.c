@@ -102,8 +102,23 @@ LOOP double loop_writev(int pid, void *remote, void *local, size_t length, size_
 
 /* ---- the library ---- */
 
-LOOP double loop_reg(const ucxm_api_t *api, ucxm_md_t *md, void *memory, size_t length,
-                     uint64_t flags, size_t count)
+#define INLINE static inline __attribute__((always_inline)) /* the flags are constants */
+
+/* The end of a handle, of which a key may be packed first. */
+INLINE ucxm_status_t end(const ucxm_api_t *api, ucxm_memh_t *memh, int pack, int closing)
+{
+    char key[UCXM_KEY_MAX];
+    size_t length = sizeof(key);
+    ucxm_status_t status = pack ? api->mkey_pack(memh, 0, key, &length, NULL) : UCXM_OK;
+    if (status == UCXM_OK)
+        status = closing ? api->mem_dereg(memh, 0, NULL, NULL)
+                         : api->mem_invalidate(memh, 0, NULL, NULL);
+    api->memh_release(memh);
+    return status;
+}
+
+INLINE double register_and_end(const ucxm_api_t *api, ucxm_md_t *md, void *memory, size_t length,
+                               uint64_t flags, size_t count, int pack)
 {
     ucxm_reg_params_t params = {.struct_size = sizeof(params)};
     params.address = (uintptr_t)memory;
@@ -113,31 +128,52 @@ LOOP double loop_reg(const ucxm_api_t *api, ucxm_md_t *md, void *memory, size_t 
     for (size_t i = 0; i < count; ++i) {
         ucxm_memh_t *memh;
         ucxm_status_t status = api->mem_reg(md, &params, &memh, NULL);
-        if (status != UCXM_OK)
-            return status;
-        status = api->mem_dereg(memh, 0, NULL, NULL);
-        api->memh_release(memh);
+        if (status == UCXM_OK)
+            status = end(api, memh, pack, 1);
         if (status != UCXM_OK)
             return status;
     }
     return now_ns() - start;
 }
 
-LOOP double loop_derive(const ucxm_api_t *api, ucxm_memh_t *base, size_t count)
+INLINE double derive_and_end(const ucxm_api_t *api, ucxm_memh_t *base, size_t count, int pack,
+                             int closing)
 {
     double start = now_ns();
     for (size_t i = 0; i < count; ++i) {
         ucxm_memh_t *memh;
         ucxm_status_t status = api->mem_derive(base, 0, UCXM_LENGTH_REST, UCXM_RIGHTS_ALL, NULL,
                                                &memh, NULL);
-        if (status != UCXM_OK)
-            return status;
-        status = api->mem_dereg(memh, 0, NULL, NULL);
-        api->memh_release(memh);
+        if (status == UCXM_OK)
+            status = end(api, memh, pack, closing);
         if (status != UCXM_OK)
             return status;
     }
     return now_ns() - start;
+}
+
+LOOP double loop_reg(const ucxm_api_t *api, ucxm_md_t *md, void *memory, size_t length,
+                     uint64_t flags, size_t count)
+{
+    return register_and_end(api, md, memory, length, flags, count, 0);
+}
+
+/* Register, pack, deregister: what a region costs that one peer is to reach. */
+LOOP double loop_share(const ucxm_api_t *api, ucxm_md_t *md, void *memory, size_t length,
+                       uint64_t flags, size_t count)
+{
+    return register_and_end(api, md, memory, length, flags, count, 1);
+}
+
+LOOP double loop_derive(const ucxm_api_t *api, ucxm_memh_t *base, size_t count)
+{
+    return derive_and_end(api, base, count, 0, 1);
+}
+
+/* A new grant and its end: derive, pack, invalidate. */
+LOOP double loop_revoke(const ucxm_api_t *api, ucxm_memh_t *base, size_t count)
+{
+    return derive_and_end(api, base, count, 1, 0);
 }
 
 LOOP double loop_pack(const ucxm_api_t *api, ucxm_memh_t *memh, uint32_t flags, size_t count)
@@ -164,54 +200,6 @@ LOOP double loop_unpack(const ucxm_api_t *api, ucxm_md_t *md, const void *key, s
         if (status != UCXM_OK)
             return status;
         api->rkey_release(rkey);
-    }
-    return now_ns() - start;
-}
-
-/* A new grant and its end: derive, pack, invalidate. */
-LOOP double loop_revoke(const ucxm_api_t *api, ucxm_memh_t *base, size_t count)
-{
-    char key[UCXM_KEY_MAX];
-    double start = now_ns();
-    for (size_t i = 0; i < count; ++i) {
-        ucxm_memh_t *memh;
-        size_t length = sizeof(key);
-        ucxm_status_t status = api->mem_derive(base, 0, UCXM_LENGTH_REST, UCXM_RIGHTS_ALL, NULL,
-                                               &memh, NULL);
-        if (status != UCXM_OK)
-            return status;
-        status = api->mkey_pack(memh, 0, key, &length, NULL);
-        if (status == UCXM_OK)
-            status = api->mem_invalidate(memh, 0, NULL, NULL);
-        api->memh_release(memh);
-        if (status != UCXM_OK)
-            return status;
-    }
-    return now_ns() - start;
-}
-
-/* Register, pack, deregister: what a region costs that one peer is to reach. */
-LOOP double loop_share(const ucxm_api_t *api, ucxm_md_t *md, void *memory, size_t length,
-                       uint64_t flags, size_t count)
-{
-    ucxm_reg_params_t params = {.struct_size = sizeof(params)};
-    char key[UCXM_KEY_MAX];
-    params.address = (uintptr_t)memory;
-    params.length = length;
-    params.flags = flags;
-    double start = now_ns();
-    for (size_t i = 0; i < count; ++i) {
-        ucxm_memh_t *memh;
-        size_t size = sizeof(key);
-        ucxm_status_t status = api->mem_reg(md, &params, &memh, NULL);
-        if (status != UCXM_OK)
-            return status;
-        status = api->mkey_pack(memh, 0, key, &size, NULL);
-        if (status == UCXM_OK)
-            status = api->mem_dereg(memh, 0, NULL, NULL);
-        api->memh_release(memh);
-        if (status != UCXM_OK)
-            return status;
     }
     return now_ns() - start;
 }
