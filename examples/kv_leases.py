@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from device import announce
+from timeline import Bar, Mark, draw
 
 import ucx_memh as um
 
@@ -259,13 +261,16 @@ class ReaderProcess:
         self.counts["wrong reads"] += bool(np.any(part != request))
         self.counts["bytes"] += part.nbytes
 
+    def check_refused(self, request: int) -> None:
+        """Nothing of another request may have come before a read was refused."""
+        self.counts["wrong reads"] += bool(np.any((self.into != 0) & (self.into != request)))
+
     def too_late(self, rkey: um.Rkey, request: int) -> um.MemhError | None:
         """A read after the end of the lease: the error that it gives."""
         try:
             part = self.read(rkey)
         except (um.RevokedError, um.RemoteAccessError) as error:
-            # Refused, and nothing of another request came before that.
-            self.counts["wrong reads"] += bool(np.any((self.into != 0) & (self.into != request)))
+            self.check_refused(request)
             return error
         self.counts["late reads served"] += 1
         self.counts["wrong reads"] += bool(np.any(part != request))
@@ -351,9 +356,7 @@ class ReaderProcess:
             try:
                 self.check(rkey, request)
             except um.RemoteAccessError as refusal:
-                self.counts["wrong reads"] += bool(
-                    np.any((self.into != 0) & (self.into != request))
-                )
+                self.check_refused(request)
                 error = refusal
         rkey.close()
         self.lost(error)
@@ -456,8 +459,6 @@ def show(args: argparse.Namespace, counts: Counter[str], rate: float, back: list
 
 def picture(path: Path, readers: int, spans: list, marks: list) -> None:
     """Leases of some blocks, and when a late reader was refused."""
-    from timeline import Bar, Mark, draw
-
     spans = sorted((s for s in spans if s[1] < BLOCKS_SHOWN), key=lambda s: s[2])[:LEASES_SHOWN]
     last = max(end for *_, end, _request in spans)
     rows = sorted({block for _reader, block, *_ in spans})
@@ -499,14 +500,7 @@ def arguments() -> argparse.Namespace:
         parser.error("--leases and --late must be at least 1, --blocks at least --readers")
     if args.block_size < 64 or args.block_size % 64:
         parser.error("--block-size must be a multiple of 64")
-    try:
-        with um.open_md(args.backend) as md:
-            if um.MdFlag.REG_DERIVED not in md.attr.flags:
-                parser.error(f"{md.attr.component} has no derived keys, so no lease can end")
-            software = " (software)" if md.attr.software else ""
-            print(f"ucx_memh {um.__version__}: {md.attr.component}/{md.attr.md_name}{software}")
-    except um.MemhError as error:
-        parser.error(str(error))
+    announce(parser, args.backend, "no lease can end")
     return args
 
 

@@ -92,7 +92,7 @@ class Stencil:
                 self.copy.put(keeper, slot * self.copy.local[0].size, self.rows[1:-1])
         world.barrier()
         self.slot, self.saved = slot, self.step
-        self.saved_ranks, self.saved_parts = world.alive, self.parts
+        self.saved_parts = self.parts
 
     def restore(self) -> None:
         """Go back to the checkpoint, and take a share of what the lost rank had."""
@@ -104,7 +104,7 @@ class Stencil:
                 continue
             where = self.mine
             if rank not in world.alive:
-                rank, where = self.keeper(self.saved_ranks, rank), self.copy
+                rank, where = self.keeper(list(self.saved_parts), rank), self.copy
             at = self.slot * where.local[0].size + (first - low) * columns
             part = where.get(rank, at, (last - first) * columns)
             self.rows[1 + first - self.low : 1 + last - self.low] = part.reshape(-1, columns)
@@ -266,8 +266,6 @@ def main(args: argparse.Namespace) -> int:
 
 def picture(args: argparse.Namespace, notes: dict[int, list], fate: list) -> None:
     """What each rank did when; of the time around the loss, if there was one."""
-    # It is one folder up, for other examples draw with it too.
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
     from timeline import Bar, Mark, draw
 
     signs = {"killed": "\u2620", "stopped": "\u23f8", "woken": "\u25b6", "refused": "\u2715"}

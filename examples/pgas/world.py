@@ -19,11 +19,16 @@ from collections.abc import Callable, Iterable
 from math import prod
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import ucx_memh as um
+
+# What all examples have is one folder up.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from device import announce
 
 RIGHTS = um.MemFlag.REMOTE_GET | um.MemFlag.REMOTE_PUT | um.MemFlag.REMOTE_ATOMIC
 # What an access to a rank that is no more may give; the next barrier says who it is.
@@ -282,13 +287,6 @@ def parse(parser: argparse.ArgumentParser, positive: Iterable[str]) -> argparse.
     for name in ("ranks", "heap", *positive):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    try:
-        with um.open_md(args.backend) as md:
-            if um.MdFlag.REG_DERIVED not in md.attr.flags:
-                parser.error(f"{md.attr.component} has no derived keys, so no rank can be cut off")
-            software = " (software)" if md.attr.software else ""
-            print(f"ucx_memh {um.__version__}: {md.attr.component}/{md.attr.md_name}{software}")
-    except um.MemhError as error:
-        parser.error(str(error))
+    announce(parser, args.backend, "no rank can be cut off")
     sys.stdout.flush()
     return args
