@@ -25,16 +25,8 @@ SAYS = {
 
 
 @pytest.fixture
-def pgas(python, root):
-    """`pgas(program, *args)`: its status and its standard output; nothing may be on the other."""
-
-    def run(program, *args, stderr=""):
-        path = root / "examples" / "pgas" / f"{program}.py"
-        done = python("-W", "error", path, *args, check=False)
-        assert re.fullmatch(stderr, done.stderr, re.S), done.stderr
-        return done.returncode, done.stdout
-
-    return run
+def pgas(example):
+    return lambda program, *args, **options: example(f"pgas/{program}", *args, **options)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -98,12 +90,8 @@ def test_a_heap_that_is_too_small_says_so(pgas):
     assert "FAILED: a rank failed" in text
 
 
-def test_the_tutorial_shows_what_it_prints(pgas, root):
+def test_the_tutorial_shows_what_it_prints(pgas, root, words):
     """But for the numbers."""
-
-    def words(text):
-        return [re.sub(r"[\d.]+", "N", line) for line in text.splitlines() if "wrote" not in line]
-
     tutorial = (root / "docs/pgas.md").read_text()
     gups, hang = re.findall(r"^```\n(ucx_memh.*?)^```", tutorial, re.S | re.M)
     assert words(gups) == words(pgas("gups", *SMALL["gups"])[1])

@@ -26,31 +26,40 @@ def mpi(request: pytest.FixtureRequest) -> Iterator[tuple[list, dict]]:
 
 
 @pytest.fixture
-def ranks(mpi: tuple[list, dict], tmp_path: Path) -> Callable[..., str]:
-    """`ranks(name)` runs that function of programs.py on all ranks, and returns what they say."""
+def mpirun(mpi: tuple[list, dict], tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """`mpirun(*args)` runs this Python with them on all ranks; status, standard output, errors."""
     command, env = mpi
 
-    def run(name: str) -> str:
-        # A rank that hangs says where and ends itself; the job is killed only if that fails.
-        line = [*command, sys.executable, PROGRAMS, name, str(PATIENCE - 15)]
+    def run(*args: object) -> tuple[int, str, str]:
         process = subprocess.Popen(
-            [*map(str, line)],
+            [*map(str, [*command, sys.executable, *args])],
             cwd=tmp_path,
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
         try:
-            said, _ = process.communicate(timeout=PATIENCE)
+            said, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            said, _ = process.communicate()
-            pytest.fail(f"{name} hung:\n{said}")
-        assert process.returncode == 0, said
-        assert said.count(f"{name} done\n") == 1, said
-        return said
+            said, errors = process.communicate()
+            pytest.fail(f"{args} hung:\n{said}{errors}")
+        return process.returncode, said, errors
+
+    return run
+
+
+@pytest.fixture
+def ranks(mpirun: Callable[..., tuple[int, str, str]]) -> Callable[[str], None]:
+    """`ranks(name)` runs that function of programs.py on all ranks."""
+
+    def run(name: str) -> None:
+        # A rank that hangs says where and ends itself; the job is killed only if that fails.
+        status, said, errors = mpirun(PROGRAMS, name, PATIENCE - 15)
+        assert status == 0, said + errors
+        assert said.count(f"{name} done\n") == 1, said + errors
 
     return run
