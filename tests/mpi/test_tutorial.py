@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/mpi.md: its program prints what it says."""
+"""docs/mpi.md and the README: their programs print what they say."""
 
 import re
 
@@ -8,11 +8,27 @@ import pytest
 pytestmark = [pytest.mark.source, pytest.mark.timeout(900)]
 
 
-def test_the_program_prints_what_it_says(mpirun, root, tmp_path):
+@pytest.fixture
+def prints(mpirun, tmp_path):
+    """`prints(program)`: what its source prints on four ranks."""
+
+    def run(program):
+        path = tmp_path / "window.py"
+        path.write_text(program)
+        status, printed, errors = mpirun(path)
+        assert status == 0, errors
+        return printed
+
+    return run
+
+
+def test_the_tutorial(prints, root):
     text = (root / "docs" / "mpi.md").read_text()
     program, said = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.S).groups()
-    path = tmp_path / "window.py"
-    path.write_text(program)
-    status, printed, errors = mpirun(path)
-    assert status == 0, errors
-    assert printed == said
+    assert prints(program) == said
+
+
+def test_the_readme(prints, root):
+    (program,) = re.findall(r"```py\n(.*?)```", (root / "README.md").read_text(), re.S)
+    (said,) = re.findall(r"print\(.*\) +# (.*)", program)
+    assert prints(program) == said + "\n"
