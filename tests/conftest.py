@@ -100,6 +100,12 @@ def start_peers() -> Iterator[Callable[..., Peer]]:
         started.close()
 
 
+def pytest_configure() -> None:
+    """A shell ignores SIGINT for what it starts in the background, and what that starts too."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def peer() -> Iterator[Callable[..., Peer]]:
     """`peer(function, *args, env={})` runs function(conn, *args) in another process.
