@@ -54,5 +54,5 @@ cdef bint batch_settle(ucxm_memh_t *const *memhs, size_t count, ucxm_status_t *e
             continue
         if not revoke_settled(memhs[i], until):
             return False
-        each[i] = books_of(memhs[i]).failed
+        each[i] = revoke_outcome(memhs[i])
     return True

@@ -255,7 +255,7 @@ cdef ucxm_status_t revoke_wait(ucxm_memh_t *memh, ucxm_status_t status) noexcept
     if status != UCXM_INPROGRESS:
         return status
     revoke_settled(memh, UINT64_MAX)
-    return books_of(memh).failed
+    return revoke_outcome(memh)
 
 
 cdef ucxm_status_t revoke_blocking(ucxm_memh_t *memh, bint closing,

@@ -67,9 +67,10 @@ cdef ucxm_status_t revoke_finish(md_t *md, ucxm_memh_t *memh, ucxm_status_t stat
         memh_settle(md, memh, closing)
     elif status == UCXM_OK:
         store32(&memh.id.state, UCXM_MEMH_CLOSED)
-    books.closing &= ~<uint32_t>CLOSING
+    store32(&books.closing, books.closing & ~<uint32_t>CLOSING)
     last = last and status == UCXM_OK and not load32(&reg_of(memh).later)
-    books.failed = status  # before `pending`: who waits for that reads it
+    # Before `pending`: who waits for that reads it.
+    store32(<uint32_t *>&books.failed, <uint32_t>status)
     store32(&books.pending, 0)
     spin_unlock(&md.tree_lock)
     # Only now: it takes the GIL, and one who has that may have waited for `pending`.
@@ -114,7 +115,7 @@ cdef void orphan_reap(md_t *md, ucxm_memh_t *memh) noexcept nogil:
     spin_lock(&md.tree_lock)
     reap = books.closing & ORPHAN and memh.id.state >= UCXM_MEMH_REVOKED
     if reap:
-        books.closing &= ~<uint32_t>ORPHAN
+        store32(&books.closing, books.closing & ~<uint32_t>ORPHAN)
         bump32(&md.orphans, <uint32_t>-1)
     spin_unlock(&md.tree_lock)
     if reap:
@@ -268,6 +269,12 @@ cdef bint revoke_settled(ucxm_memh_t *memh, uint64_t until) noexcept nogil:
         if md_progress(md) == 0:
             sched_yield()
     return True
+
+
+cdef inline ucxm_status_t revoke_outcome(const ucxm_memh_t *memh) noexcept nogil:
+    """Of what has settled.  Another thread may be at the next one already, a dereg after this
+    invalidate, and its end is as good an answer."""
+    return <ucxm_status_t>load32(<uint32_t *>&books_of(memh).failed)
 
 
 cdef inline bint revoke_overtaken(ucxm_memh_t *memh, ucxm_status_t status) noexcept nogil:

@@ -56,7 +56,6 @@ cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *com
     An exception from a signal leaves the revocation under way: the library owns it.
     """
     cdef md_t *md = md_of(memh)
-    cdef books_t *books = books_of(memh)
     cdef ucxm_error_t error
     cdef ucxm_status_t status
     if revoke_quick(memh, closing):
@@ -73,7 +72,7 @@ cdef int revoke_and_wait(ucxm_memh_t *memh, bint closing, ucxm_completion_t *com
             status = revoke(memh, closing, comp, &error)
     if status == UCXM_INPROGRESS and comp == NULL:
         wait_ended(memh)
-        status = books.failed
+        status = revoke_outcome(memh)
     if status < 0:
         raise memh_failure(status, op, memh, &error)
     return 0
