@@ -45,17 +45,26 @@ cdef ucxm_status_t ep_query(ep_t *ep, uint32_t *state) noexcept nogil:
     return status
 
 
-cdef void ep_put(ep_t *ep) noexcept nogil:
+cdef void ep_release(ep_t *ep) noexcept nogil:
     cdef md_t *md = ep.md
-    cdef uint32_t left = sub32(&ep.refs, 1)
-    cdef ucxm_error_t ignored
-    if left == 0:
+    if sub32(&ep.refs, 1) == 0:
         mem_free(ep)
         md_put(md)
-    elif left == 1 and load32(&ep.orphan):
-        # Only the Md's list has it, and the last handle bound to it is gone.
+
+
+cdef void ep_put(ep_t *ep) noexcept nogil:
+    """Drop a reference.  The last one beside the list's, of an endpoint whose user is gone, closes
+    it first: without a reference somebody else might free it meanwhile."""
+    cdef uint32_t refs = load32(&ep.refs)
+    cdef ucxm_error_t ignored
+    while refs > 2 or refs == 2 and not load32(&ep.orphan):
+        if cas32(&ep.refs, refs, refs - 1):
+            return
+        refs = load32(&ep.refs)
+    if refs == 2:
         error_clear(&ignored)
         ep_shut(ep, &ignored)
+    ep_release(ep)
 
 
 cdef ucxm_status_t ep_open(md_t *md, ep_t **ep_p, ucxm_error_t *error) noexcept nogil:
@@ -125,7 +134,7 @@ cdef ucxm_status_t ep_shut(ep_t *ep, ucxm_error_t *error) noexcept nogil:
         sched_yield()  # a call that has begun before
     md.ep_ops.ep_destroy(md.priv, &ep.pub)
     md_leave(md)
-    ep_put(ep)  # the list's
+    ep_release(ep)  # the list's
     return UCXM_OK
 
 
