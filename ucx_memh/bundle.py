@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ucx_memh.core import (
+    BUNDLE_MAX,
     Endpoint,
     Md,
     Memh,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Bundle", "BundleMemh", "BundleRkey"]
 
 T = TypeVar("T")
-MAX = 16  # domains; UCXM_BUNDLE_MAX
 
 
 class Bundle:
@@ -42,8 +42,8 @@ class Bundle:
         self.policy = policy
         if not all(isinstance(md, Md) for md in self.mds):
             raise TypeError("a Bundle is made of Md objects")
-        if not 0 < len(self.mds) <= MAX or len(set(map(id, self.mds))) != len(self.mds):
-            raise InvalidParamError(f"1 to {MAX} domains, each once", op="Bundle")
+        if not 0 < len(self.mds) <= BUNDLE_MAX or len(set(map(id, self.mds))) != len(self.mds):
+            raise InvalidParamError(f"1 to {BUNDLE_MAX} domains, each once", op="Bundle")
         if policy not in ("any", "all"):
             raise InvalidParamError(f'policy is "any" or "all", not {policy!r}', op="Bundle")
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex, TypeAlias, final, overload
+from typing import Any, Final, NoReturn, Self, SupportsIndex, TypeAlias, final, overload
 
 from typing_extensions import Buffer
 
@@ -11,6 +11,8 @@ from ucx_memh.resources import EnforcementTable, KeyInfo, MdAttr
 
 # For each item a number, in an array of 64-bit integers or any sequence; or one for all.
 _Numbers: TypeAlias = Buffer | Sequence[int] | SupportsIndex
+
+BUNDLE_MAX: Final[int]
 
 def key_query(key: Buffer) -> KeyInfo: ...
 def key_checksums(data: Buffer) -> tuple[int, int | None]: ...

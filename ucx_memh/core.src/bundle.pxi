@@ -168,6 +168,8 @@ cdef ucxm_status_t ucxm_bundle_unpack(ucxm_md_t *const *mds, size_t count, const
 
 # ---- the same block from Python (ucx_memh/bundle.py) ----
 
+BUNDLE_MAX = UCXM_BUNDLE_MAX
+
 cdef size_t bundle_memhs(list memhs, ucxm_memh_t **pointers) except? 0xffff:
     cdef size_t i
     if len(memhs) > UCXM_BUNDLE_MAX:
@@ -202,8 +204,7 @@ def bundle_pack(list memhs, flags=0):
         block = PyBytes_FromStringAndSize(NULL, length)
         status = ucxm_bundle_pack(pointers, count, wanted, <char *>block, &length, &error)
     if status != UCXM_OK:
-        raise _errors.error_from_status(status, "bundle_pack", "",
-                                        error.text.decode("utf-8", "replace"))
+        raise failure(status, "bundle_pack", NULL, &error, {})
     return block
 
 
@@ -228,8 +229,7 @@ def bundle_pack_into(list memhs, buffer, flags=0):
         raise _errors.error_from_status(status, "bundle_pack_into", "",
                                         f"the block needs {length} bytes")
     if status != UCXM_OK:
-        raise _errors.error_from_status(status, "bundle_pack_into", "",
-                                        error.text.decode("utf-8", "replace"))
+        raise failure(status, "bundle_pack_into", NULL, &error, {})
     return length
 
 
@@ -259,8 +259,7 @@ def bundle_unpack(list mds, block):
         status = bundle_unpack_each(pointers, count, view.buf, view.len, rkeys, each, why, &error)
     PyBuffer_Release(&view)
     if status != UCXM_OK:
-        raise _errors.error_from_status(status, "bundle_unpack", "",
-                                        error.text.decode("utf-8", "replace"))
+        raise failure(status, "bundle_unpack", NULL, &error, {})
     for i in range(count):
         if rkeys[i] != NULL:
             found.append(rkey_wrap(mds[i], <rkey_t *>rkeys[i]))

@@ -632,8 +632,7 @@ def key_query(key):
     status = ucxm_key_query(view.buf, view.len, &info, &component, &size, &error)
     PyBuffer_Release(&view)
     if status != UCXM_OK:
-        raise _errors.error_from_status(status, "key_query", "",
-                                        error.text.decode("utf-8", "replace"))
+        raise failure(status, "key_query", NULL, &error, {})
     return _resources.KeyInfo(
         component=component, key_id=info.key_id, address=info.address, length=info.length,
         flags=_flags.MemFlag(info.rights),

@@ -164,6 +164,36 @@ cdef rkey_t *rkey_alloc(md_t *md) noexcept nogil:
     return rkey
 
 
+cdef ucxm_status_t rkey_make(md_t *md, const uint8_t *key, size_t size, rkey_t **rkey_p,
+                             ucxm_error_t *error) noexcept nogil:
+    """A new rkey for a parsed key, known to nobody yet; rkey_discard is its end until it is."""
+    cdef size_t header = get_le(key, UCXM_KEY_OFF_HEADER_LEN, 1)
+    cdef ucxm_status_t status
+    cdef rkey_t *rkey
+    if not md.attr.flags & UCXM_MD_FLAG_NEED_RKEY:
+        return refuse(error, UCXM_ERR_UNSUPPORTED, "this domain does not unpack keys")
+    rkey = rkey_alloc(md)
+    if rkey == NULL:
+        return UCXM_ERR_NO_MEMORY
+    status = key_decode(md, key, size, &rkey.pub.info, error)
+    if status == UCXM_OK and rkey.pub.info.length != 0:
+        status = md.ops.rkey_unpack(md.priv, &rkey.pub, key + header,
+                                    get_le(key, UCXM_KEY_OFF_PAYLOAD_LEN, 2), False, error)
+        rkey.native = status == UCXM_OK
+    if status == UCXM_OK:
+        rkey_p[0] = rkey
+    else:
+        mem_free(rkey)
+    return status
+
+
+cdef void rkey_discard(rkey_t *rkey) noexcept nogil:
+    """One that was not published."""
+    if rkey.native:
+        rkey.md.ops.rkey_release(rkey.md.priv, &rkey.pub)
+    mem_free(rkey)
+
+
 cdef ucxm_status_t rkey_table(md_t *md) noexcept nogil:
     """The table is made by the first unpack: an owner needs none."""
     cdef rkey_t **buckets
@@ -201,34 +231,20 @@ cdef rkey_t *rkey_publish(md_t *md, rkey_t *rkey) noexcept nogil:
     rkey_get(first)
     spin_unlock(lock)
     sub32(&md.live_rkeys, 1)
-    if rkey.native:
-        md.ops.rkey_release(md.priv, &rkey.pub)
-    mem_free(rkey)
+    rkey_discard(rkey)
     md_put(md)
     return first
 
 
 cdef ucxm_status_t rkey_miss(md_t *md, const uint8_t *key, size_t size, rkey_t **rkey_p,
                              ucxm_error_t *error) noexcept nogil:
-    cdef ucxm_status_t status
-    cdef size_t header = get_le(key, UCXM_KEY_OFF_HEADER_LEN, 1)
-    cdef rkey_t *rkey
-    if not md.attr.flags & UCXM_MD_FLAG_NEED_RKEY:
-        error_text(error, "this domain does not unpack keys")
-        return UCXM_ERR_UNSUPPORTED
-    status = rkey_table(md)
+    cdef rkey_t *rkey = NULL
+    cdef ucxm_status_t status = rkey_make(md, key, size, &rkey, error)
+    if status == UCXM_OK:
+        status = rkey_table(md)
+        if status != UCXM_OK:
+            rkey_discard(rkey)
     if status != UCXM_OK:
-        return status
-    rkey = rkey_alloc(md)
-    if rkey == NULL:
-        return UCXM_ERR_NO_MEMORY
-    status = key_decode(md, key, size, &rkey.pub.info, error)
-    if status == UCXM_OK and rkey.pub.info.length != 0:
-        status = md.ops.rkey_unpack(md.priv, &rkey.pub, key + header,
-                                    get_le(key, UCXM_KEY_OFF_PAYLOAD_LEN, 2), False, error)
-        rkey.native = status == UCXM_OK
-    if status != UCXM_OK:
-        mem_free(rkey)
         return status
     rkey.size = <uint32_t>size
     memcpy(rkey.key, key, size)
@@ -414,24 +430,14 @@ cdef ucxm_status_t peer_probe(md_t *md, const uint8_t *key, size_t length,
                               ucxm_error_t *error) noexcept nogil:
     """Unpack it anew, whatever is known of it, and keep nothing."""
     cdef size_t size = 0
-    cdef rkey_t *rkey
+    cdef rkey_t *rkey = NULL
     cdef ucxm_status_t status = md_enter(md)
     if status != UCXM_OK:
         return status
     status = key_parse(key, length, &size, error)
-    if status == UCXM_OK and not md.attr.flags & UCXM_MD_FLAG_NEED_RKEY:
-        status = refuse(error, UCXM_ERR_UNSUPPORTED, "this domain does not unpack keys")
     if status == UCXM_OK:
-        rkey = rkey_alloc(md)
-        status = UCXM_ERR_NO_MEMORY
-        if rkey != NULL:
-            status = key_decode(md, key, size, &rkey.pub.info, error)
-            if status == UCXM_OK and rkey.pub.info.length != 0:
-                status = md.ops.rkey_unpack(
-                    md.priv, &rkey.pub, key + get_le(key, UCXM_KEY_OFF_HEADER_LEN, 1),
-                    get_le(key, UCXM_KEY_OFF_PAYLOAD_LEN, 2), False, error)
-                if status == UCXM_OK:
-                    md.ops.rkey_release(md.priv, &rkey.pub)
-            mem_free(rkey)
+        status = rkey_make(md, key, size, &rkey, error)
+    if status == UCXM_OK:
+        rkey_discard(rkey)
     md_leave(md)
     return status

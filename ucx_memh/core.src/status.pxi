@@ -2,11 +2,11 @@
 # From a status to an exception: cold, and the only place that raises for the C layer.
 
 cdef object md_component(md_t *md):
-    return md.attr.component.decode("utf-8", "replace")
+    return "" if md == NULL else md.attr.component.decode("utf-8", "replace")
 
 
 cdef object failure(ucxm_status_t status, str op, md_t *md, ucxm_error_t *error, dict context):
-    """The exception for a status; the caller raises it."""
+    """The exception for a status; the caller raises it.  `md` NULL: of no domain, or of several."""
     detail = ""
     if error != NULL:
         detail = error.text.decode("utf-8", "replace")
