@@ -87,6 +87,59 @@ def test_text(machine, capsys):
         assert line in text.splitlines()
 
 
+def test_settings(monkeypatch, capsys):
+    """`info --config`: where each value comes from, what is wrong, and what nothing reads."""
+    options = (
+        um.Option("depth", int, 128, "how deep", minimum=1),
+        um.Option("check", bool, True, "whether to look"),
+        um.Option("path", str, "", "where"),
+        um.Option("context", int, 0, "an address", environment=False),
+    )
+    known = [
+        um.ComponentInfo("soft", "unprobed", "", "/soft.py", "1", options),
+        um.ComponentInfo("none", "broken", "why", "/none.py", ""),
+    ]
+    monkeypatch.setattr(um, "components", lambda: known)
+    monkeypatch.setattr(um, "query_mds", None)  # no device is asked
+    monkeypatch.setenv("UCX_MEMH_SOFT_DEPTH", "0x40")
+    monkeypatch.setenv("UCX_MEMH_SOFT_CHECK", "perhaps")
+    monkeypatch.setenv("UCX_MEMH_SOFT_DEPHT", "1")
+    assert cli.main(["info", "--config"]) == 0
+    text = capsys.readouterr().out
+    assert text == f"""\
+ucx_memh {um.__version__}
+
+soft 1
+  depth = 64 (UCX_MEMH_SOFT_DEPTH)
+      a whole number of 1 at least: how deep
+      UCX_MEMH_SOFT_DEPTH
+  check = wrong: UCX_MEMH_SOFT_CHECK: check is 'perhaps', not yes or no
+      yes or no: whether to look
+      UCX_MEMH_SOFT_CHECK
+  path = "" (default)
+      text: where
+      UCX_MEMH_SOFT_PATH
+  context = 0 (default)
+      a whole number: an address
+
+none
+  no settings
+
+set, but no setting of a component:
+  UCX_MEMH_SOFT_DEPHT
+"""
+    assert cli.main(["info", "--config", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ignored"] == ["UCX_MEMH_SOFT_DEPHT"]
+    depth, check, path, context = report["components"][0]["settings"]
+    assert (depth["value"], depth["source"]) == (64, "UCX_MEMH_SOFT_DEPTH")
+    assert (depth["default"], depth["variable"]) == (128, "UCX_MEMH_SOFT_DEPTH")
+    assert "perhaps" in check["error"]
+    assert "value" not in check
+    assert (path["value"], path["source"]) == ("", "default")
+    assert context["variable"] is None
+
+
 def test_this_machine(python):
     report = json.loads(python("-m", "ucx_memh", "info", "--json").stdout)
     names = [component["name"] for component in report["components"]]

@@ -22,7 +22,7 @@ MADE = {".git", ".venv", "build", "dist", "__pycache__", "shared"}  # not ours o
 # The modules of ours that a backend may use, beside its own.
 PUBLIC = {"libmemh", "core", "errors", "flags", "resources", "config", "hookspecs"}
 PUBLIC |= {"python_backend"}
-ALSO = {"ucx_memh_ib_mlx5": {"ucx_memh_ib.verbs"}}  # by one backend alone
+ALSO = {"ucx_memh_ib_mlx5": {"ucx_memh_ib.options", "ucx_memh_ib.verbs"}}  # by one backend alone
 
 
 def files(*rooms: Path, suffixes: tuple[str, ...]) -> list[Path]:
@@ -163,8 +163,8 @@ def test_core_has_no_vendors_word():
 LEAVES = {
     "flags.py": set(),
     "errors.py": {"ucx_memh.flags"},
-    "resources.py": {"ucx_memh.flags"},
     "config.py": {"ucx_memh.errors"},
+    "resources.py": {"ucx_memh.config", "ucx_memh.flags"},
     "hookspecs.py": {"ucx_memh.resources", "ucx_memh.core"},  # the latter for types only
 }
 

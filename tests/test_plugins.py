@@ -14,11 +14,11 @@ from ucx_memh.plugins import Plugins
 
 GOOD = """
 from ucx_memh.hookspecs import hookimpl
-from ucx_memh import Component, MdResource, NoDeviceError
+from ucx_memh import Component, MdResource, NoDeviceError, Option
 
 @hookimpl
 def ucx_memh_components():
-    return [Component("{name}", "3.2")]
+    return [Component("{name}", "3.2", options=(Option("speed", int, 4, "words"),))]
 
 @hookimpl
 def ucx_memh_query_mds(component, config):
@@ -30,6 +30,7 @@ def ucx_memh_open_md(resource, config):
     if resource.component == "{name}":
         return Md("{name}", resource, config)
 """
+OFFERS = '[Component("{name}", "3.2", options=(Option("speed", int, 4, "words"),))]'
 COUNT = "with open('{}', 'a') as tries: tries.write('x')\n"
 QUERY = "\n@hookimpl\ndef ucx_memh_query_mds(component, config):\n    "
 
@@ -116,6 +117,25 @@ def test_open(install, spec, md_name):
     assert (md.by, md.resource.md_name, md.config) == ("a", md_name, {"speed": 9})
 
 
+def test_a_plugin_gets_all_settings_and_no_others(install, monkeypatch):
+    plugins = install({"a": GOOD})
+    assert plugins.open_md("a", {}).config == {"speed": 4}
+    monkeypatch.setenv("UCX_MEMH_A_SPEED", "5")
+    assert plugins.open_md("a", {}).config == {"speed": 5}
+    assert plugins.open_md("a", {"speed": "6"}).config == {"speed": 6}
+    for call in (plugins.query_mds, plugins.open_md):
+        with pytest.raises(um.InvalidParamError, match="'sped'; known are speed"):
+            call("a", {"sped": 1})
+    (info,) = plugins.components()
+    assert (info.state, [option.name for option in info.options]) == ("available", ["speed"])
+
+
+def test_a_variable_that_is_no_setting_is_told(install, monkeypatch, caplog):
+    monkeypatch.setenv("UCX_MEMH_A_SPED", "5")
+    assert states(install({"a": GOOD})) == {"a": "unprobed"}
+    assert caplog.messages == ["UCX_MEMH_A_SPED is set, and no component has such a setting"]
+
+
 def test_a_plugin_cannot_change_the_callers_config(install):
     config = {"speed": 9}
     install({"a": GOOD + QUERY + "config.clear(); return [MdResource('a', 'one')]"}).open_md(
@@ -142,10 +162,13 @@ BROKEN = {
         "PluginValidationError",
     ),
     "wrong descriptor": (
-        GOOD.replace('[Component("{name}", "3.2")]', '["a"]'),
+        GOOD.replace(OFFERS, '["a"]'),
         "gave 'a', which is no Component",
     ),
-    "no list": (GOOD.replace('[Component("{name}", "3.2")]', "7"), "TypeError"),
+    "no list": (GOOD.replace(OFFERS, "7"), "TypeError"),
+    "no options": (GOOD.replace(", options=(", ", options=(7,"), "are not all an Option"),
+    "an option twice": (GOOD.replace("options=(", "options=2 * ("), "a has two options 'speed'"),
+    "a wrong option": (GOOD.replace("int, 4", "int, '4'"), "the default of speed is '4'"),
     # What a function compiled by Cython is to pluggy: callable, and no Python function.
     "compiled hookimpl": (
         GOOD + "\nclass Compiled:\n    def __init__(self, f): self.f = f\n"
@@ -329,13 +352,15 @@ def test_asked_anew(install, monkeypatch):
         plugins.query_mds("a", {})
     sys.there.append("plugged_in")
     assert [md.md_name for md in plugins.query_mds("a", {})] == ["plugged_in"]
-    assert plugins.components()[0] == um.ComponentInfo(
-        "a", "available", "", plugins.components()[0].path, "3.2"
-    )
+    (info,) = plugins.components()
+    assert (info.name, info.state, info.reason) == ("a", "available", "")
 
 
 def test_wrong_config_does_not_break_a_component(install):
-    body = "from ucx_memh import InvalidParamError\n    if config: raise InvalidParamError('speed')"
+    body = (
+        "from ucx_memh import InvalidParamError\n"
+        "    if config['speed'] == 9: raise InvalidParamError('speed')"
+    )
     plugins = install({"a": GOOD + QUERY + body + "\n    return [MdResource('a', 'one')]"})
     with pytest.raises(um.InvalidParamError, match="speed"):
         plugins.open_md("a", {"speed": 9})

@@ -8,6 +8,7 @@ first call of `components`, `query_mds` or `open_md` finds the backends.
 from typing import TYPE_CHECKING
 
 from ucx_memh import errors, flags
+from ucx_memh.config import Option
 from ucx_memh.errors import *  # noqa: F403
 from ucx_memh.flags import *  # noqa: F403
 from ucx_memh.resources import (
@@ -46,6 +47,7 @@ __all__ = [
     "Memh",
     "MemhArray",
     "Operation",
+    "Option",
     "PackedKeys",
     "Rkey",
     "components",
@@ -74,7 +76,7 @@ def query_mds(component: str | None = None, **config: object) -> list[MdResource
 
     For all, a component without devices adds nothing (components() keeps the reason).  For one,
     InvalidParamError: there is no such component; NoDeviceError: it has no device, and why.
-    `config` goes to the backend.  Any thread may call it.
+    `config` goes to the backend, as in open_md().  Any thread may call it.
     """
     from ucx_memh.plugins import query_mds
 
@@ -84,8 +86,12 @@ def query_mds(component: str | None = None, **config: object) -> list[MdResource
 def open_md(spec: "str | MdResource", **config: object) -> "Md":
     """Open a device: "component" (its first), "component/md_name" or an MdResource.
 
-    InvalidParamError: there is no such component, or the backend refuses `config`; NoDeviceError:
-    there is no such device, and why.  Any thread may call it.
+    `config` has settings of the component, by the names of its options; text is read as their
+    type.  `python -m ucx_memh info --config` lists them, with the environment variables that set
+    them where `config` does not.
+
+    InvalidParamError: there is no such component, or `config` or the environment has what is no
+    setting of it; NoDeviceError: there is no such device, and why.  Any thread may call it.
     """
     from ucx_memh.plugins import open_md
 

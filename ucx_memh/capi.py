@@ -4,7 +4,6 @@
 Importing it loads no vendor library and no plugin.
 """
 
-from ucx_memh.config import literal
 from ucx_memh.core import Md, set_opener
 
 __all__: list[str] = []
@@ -13,7 +12,7 @@ __all__: list[str] = []
 def _open(name: str, texts: dict[str, str]) -> Md:
     from ucx_memh.plugins import open_md
 
-    md: Md = open_md(name, {setting: literal(text) for setting, text in texts.items()})
+    md: Md = open_md(name, dict(texts))
     return md
 
 

@@ -31,7 +31,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def ucx_memh_components() -> list[Component]:
-    """What the plugin offers.  Looks at no device and loads no vendor library."""
+    """What the plugin offers, with the settings it has.  Looks at no device, loads no library."""
     raise NotImplementedError
 
 
@@ -39,13 +39,17 @@ def ucx_memh_components() -> list[Component]:
 def ucx_memh_query_mds(component: str, config: dict[str, Any]) -> list[MdResource] | None:
     """The devices of `component` now; None: not a component of this plugin.
 
-    Raises NoDeviceError(reason) when there is none, InvalidParamError when `config` is wrong.
-    Changes nothing in the process.
+    `config` has a value of the declared type for each option of the component, and no other key.
+    Raises NoDeviceError(reason) when there is none, InvalidParamError when values of `config`
+    contradict each other.  Changes nothing in the process.
     """
     raise NotImplementedError
 
 
 @hookspec(firstresult=True)
 def ucx_memh_open_md(resource: MdResource, config: dict[str, Any]) -> "Md | None":
-    """The opened device; None: not one of this plugin's.  The first answer wins."""
+    """The opened device; None: not one of this plugin's.  The first answer wins.
+
+    `config` is as for ucx_memh_query_mds.
+    """
     raise NotImplementedError

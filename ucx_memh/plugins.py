@@ -17,6 +17,7 @@ from typing import Any
 import pluggy
 
 from ucx_memh import hookspecs
+from ucx_memh.config import Option, settings, strangers
 from ucx_memh.errors import BusyError, DeviceError, InvalidParamError, NoDeviceError
 from ucx_memh.resources import (
     AVAILABLE,
@@ -41,6 +42,7 @@ class _Record:
     name: str
     version: str
     path: str
+    options: tuple[Option, ...] = ()
     plugin: object = None
     state: str = UNPROBED
     reason: str = ""
@@ -53,7 +55,9 @@ class _Record:
         self.state, self.reason, self.error = state, reason, error
 
     def info(self) -> ComponentInfo:
-        return ComponentInfo(self.name, self.state, self.reason, self.path, self.version)
+        return ComponentInfo(
+            self.name, self.state, self.reason, self.path, self.version, self.options
+        )
 
 
 class _BadPluginError(Exception):
@@ -93,8 +97,13 @@ class Plugins:
         for record in self._discovered():
             if record.plugin is None:
                 continue
-            with suppress(NoDeviceError):  # the record has the reason
-                found += self._query(record, config)
+            try:
+                with suppress(NoDeviceError):  # the record has the reason
+                    found += self._query(record, config)
+            except InvalidParamError as error:
+                if config:
+                    raise
+                record.became(UNAVAILABLE, error.detail, error)  # the environment's fault
         return found
 
     def open_md(self, spec: str | MdResource, config: dict[str, Any]) -> Any:
@@ -111,7 +120,8 @@ class Plugins:
             raise InvalidParamError(
                 f"want a name or an MdResource, not {type(spec).__name__}", op="open_md"
             )
-        opened = self._hook(record, "ucx_memh_open_md")(resource=resource, config=dict(config))
+        values = {s.option.name: s.value for s in settings(record.name, record.options, config)}
+        opened = self._hook(record, "ucx_memh_open_md")(resource=resource, config=values)
         from ucx_memh.core import Md
 
         if not isinstance(opened, Md):
@@ -133,12 +143,16 @@ class Plugins:
         raise InvalidParamError(f"no component {name!r}; known: {known}")
 
     def _query(self, record: _Record, config: dict[str, Any]) -> list[MdResource]:
-        """Its devices, at least one; else NoDeviceError, and the record says why."""
+        """Its devices, at least one; else NoDeviceError, and the record says why.
+
+        InvalidParamError: of a setting that is not a default one.
+        """
         if record.plugin is None:
             raise _no_device(record)
+        found = settings(record.name, record.options, config)
         try:
             answers = self._hook(record, "ucx_memh_query_mds")(
-                component=record.name, config=dict(config)
+                component=record.name, config={s.option.name: s.value for s in found}
             )
             devices = [_checked_md(record, md) for answer in answers for md in answer]
             if not devices:
@@ -147,8 +161,8 @@ class Plugins:
             record.became(UNAVAILABLE, error.detail)
             raise _no_device(record) from error
         except (Exception, SystemExit) as error:
-            if config and isinstance(error, InvalidParamError):
-                raise  # it speaks of `config`, not of the component
+            if isinstance(error, InvalidParamError) and any(s.source != "default" for s in found):
+                raise  # it speaks of a setting, not of the component
             record.became(BROKEN, _reason(error), error)
             raise _no_device(record) from error
         record.became(AVAILABLE)
@@ -186,6 +200,8 @@ class Plugins:
         for point in sorted(self._entry_points(), key=_rank):
             records += _load(point, manager, {r.name: r for r in records if r.plugin is not None})
         records.sort(key=lambda record: record.plugin is None)  # a name finds its usable owner
+        for name in strangers({record.name: record.options for record in records}):
+            log.warning("%s is set, and no component has such a setting", name)
         self._records = records
         self._manager = manager
 
@@ -222,7 +238,9 @@ def _load(
 
     records = []
     for component in described:
-        record = _Record(component.name, component.version or version, failed.path)
+        record = _Record(
+            component.name, component.version or version, failed.path, component.options
+        )
         if owner := taken.get(component.name):
             record.became(BROKEN, f"the name is taken by {owner.path}")
         else:
@@ -256,6 +274,11 @@ def _try_alone(plugin: object) -> list[Component]:
     for component in described:
         if not isinstance(component, Component):
             raise _BadPluginError(f"ucx_memh_components gave {component!r}, which is no Component")
+        if not all(isinstance(option, Option) for option in component.options):
+            raise _BadPluginError(f"the options of {component.name} are not all an Option")
+        names = [option.name for option in component.options]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise _BadPluginError(f"{component.name} has two options {min(twice)!r}")
     return described
 
 

@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ucx_memh.config import Option
 from ucx_memh.flags import Enforcement, MdFlag, MemFlag, MemType
 
 __all__ = [
@@ -34,6 +35,8 @@ class Component:
     name: str
     version: str = ""
     description: str = ""
+    options: tuple[Option, ...] = ()
+    """The settings that it has; others are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,7 @@ class ComponentInfo:
     reason: str
     path: str
     version: str
+    options: tuple[Option, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

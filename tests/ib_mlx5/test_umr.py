@@ -129,7 +129,7 @@ def test_without(tidy, soft, config, cap, why):
 
 @pytest.mark.parametrize("umr", ["on", "", 1, None])
 def test_another_word(umr):
-    with pytest.raises(um.InvalidParamError, match="auto or off"):
+    with pytest.raises(um.InvalidParamError, match="one of auto, off"):
         um.open_md("ib_mlx5", device="software", umr=umr)
 
 

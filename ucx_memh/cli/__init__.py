@@ -11,10 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import ucx_memh as um
-from ucx_memh.config import literal
 
 __all__ = ["add_config", "config_of", "main"]
 
@@ -64,13 +62,13 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def config_of(settings: Sequence[str]) -> dict[str, Any]:
+def config_of(settings: Sequence[str]) -> dict[str, str]:
     """The configuration that those texts are; InvalidParamError: one is no KEY=VALUE."""
     pairs = [setting.partition("=") for setting in settings]
     for key, equals, _ in pairs:
         if not (key and equals):
             raise um.InvalidParamError(f"--config wants KEY=VALUE, not {key!r}")
-    return {key: literal(value) for key, _, value in pairs}
+    return {key: value for key, _, value in pairs}
 
 
 def _fail(error: Exception, status: int) -> int:

@@ -3,21 +3,28 @@
 
 import argparse
 import json
+import textwrap
 from dataclasses import asdict
 from enum import Flag
 
 import ucx_memh as um
+from ucx_memh.config import setting_of, strangers, variable
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for a program")
+    parser.add_argument(
+        "--config",
+        action="store_true",
+        help="instead: the settings of all components, and what sets them; asks no device",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    report = collect()
-    print(json.dumps(report, indent=2) if args.json else as_text(report))
+    report, text = (settings(), settings_text) if args.config else (collect(), as_text)
+    print(json.dumps(report, indent=2) if args.json else text(report))
     return 0
 
 
@@ -28,10 +35,48 @@ def collect() -> dict:
         devices.setdefault(resource.component, []).append(_device(resource))
     # After the query: now the states are known.
     components = [
-        {**asdict(info), "devices": devices.get(info.name, []) if info.state == "available" else []}
+        {**_about(info), "devices": devices.get(info.name, []) if info.state == "available" else []}
         for info in um.components()
     ]
     return {"version": um.__version__, "components": components}
+
+
+def _about(info: um.ComponentInfo) -> dict:
+    return {
+        "name": info.name,
+        "state": info.state,
+        "reason": info.reason,
+        "path": info.path,
+        "version": info.version,
+    }
+
+
+def settings() -> dict:
+    """All settings there are, and the variables that nothing reads; of JSON's types."""
+    known = um.components()
+    return {
+        "version": um.__version__,
+        "components": [
+            {**_about(info), "settings": [_setting(info.name, option) for option in info.options]}
+            for info in known
+        ],
+        "ignored": strangers({info.name: info.options for info in known}),
+    }
+
+
+def _setting(component: str, option: um.Option) -> dict:
+    described = {
+        "name": option.name,
+        "wanted": option.wanted,
+        "default": option.default,
+        "help": option.help,
+        "variable": variable(component, option.name) if option.environment else None,
+    }
+    try:
+        found = setting_of(component, option, {})
+    except um.InvalidParamError as error:
+        return {**described, "error": error.detail}
+    return {**described, "value": found.value, "source": found.source}
 
 
 def _device(resource: um.MdResource) -> dict:
@@ -55,6 +100,33 @@ def _device(resource: um.MdResource) -> dict:
             for promise, row in rows.items()
         },
     }
+
+
+def settings_text(report: dict) -> str:
+    """The same for a person."""
+    lines = [f"ucx_memh {report['version']}"]
+    for component in report["components"]:
+        lines += ["", f"{component['name']} {component['version']}".rstrip()]
+        for setting in component["settings"]:
+            if "error" in setting:
+                found = f"wrong: {setting['error']}"
+            else:
+                found = f"{_word(setting['value'])} ({setting['source']})"
+            lines += [f"  {setting['name']} = {found}"]
+            text = f"{setting['wanted']}: {setting['help']}"
+            lines += textwrap.wrap(text, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            if setting["variable"]:
+                lines += [f"      {setting['variable']}"]
+        if not component["settings"]:
+            lines += ["  no settings"]
+    if report["ignored"]:
+        lines += ["", "set, but no setting of a component:"]
+        lines += [f"  {name}" for name in report["ignored"]]
+    return "\n".join(lines)
+
+
+def _word(value: object) -> str:
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value) or '""'
 
 
 def _names(flags: Flag) -> list[str]:

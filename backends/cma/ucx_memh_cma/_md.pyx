@@ -28,7 +28,7 @@ from ucx_memh.libmemh cimport (
     ucxm_registration_t, ucxm_rkey_t, ucxm_status_t, uint8_t, uint32_t, uint64_t,
 )
 
-from ucx_memh.errors import InvalidParamError, NoDeviceError
+from ucx_memh.errors import NoDeviceError
 
 cdef extern from "_cma.h" nogil:
     enum:
@@ -761,10 +761,6 @@ def open_md(double peer_check_interval, str note, unsigned ptracer_calls):
     cdef ucxm_status_t status
     cdef bytes text = note.encode(errors="replace")[:255]
 
-    if not 0 <= peer_check_interval <= 3600:
-        raise InvalidParamError(
-            f"peer_check_interval is {peer_check_interval}, not 0 to 3600 seconds",
-            op="open_md", component="cma")
     md = <md_t *>calloc(1, sizeof(md_t))
     if md == NULL:
         raise MemoryError

@@ -8,8 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-YAMA_SCOPE_PATH = "/proc/sys/kernel/yama/ptrace_scope"
-
 
 @dataclass(frozen=True)
 class Calls:
@@ -59,7 +57,7 @@ def native_calls() -> Calls:
 
 
 def probe(
-    yama_scope_path: str = YAMA_SCOPE_PATH,
+    yama_scope_path: str,
     *,
     opening: bool = False,
     calls: Calls | None = None,

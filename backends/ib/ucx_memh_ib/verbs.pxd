@@ -353,7 +353,7 @@ cdef struct ib_peer_t:
 cdef struct ib_config_t:
     uint8_t port         # 0: the first one
     int gid_index        # -1: choose
-    uint32_t queue_depth  # work requests per endpoint, 0: default
+    uint32_t queue_depth  # work requests per endpoint
     uint64_t max_msg     # bytes per work request, 0: the device's
     uint8_t atomic_right  # derived keys need the registration's own right for atomics
     uint8_t mw_bind      # which registrations may be bound to windows: IB_MW_BIND_*

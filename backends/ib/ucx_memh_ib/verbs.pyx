@@ -105,7 +105,6 @@ cdef extern from "<stdio.h>" nogil:
 
 cdef enum:
     WR_COUNT = 1024          # work requests of one Md under way
-    QUEUE_DEPTH = 128        # ... of one endpoint
     POLL_BATCH = 16
     FEED_BATCH = 8
     RD_ATOMIC = 16

@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
-from ucx_memh.config import settings as known_settings
-from ucx_memh.errors import InvalidParamError, NoDeviceError
+from ucx_memh.errors import NoDeviceError
 from ucx_memh_ib import verbs
 
 from . import devx
 
 COMPONENT = "ib_mlx5"
-OPTIONS = ("port", "gid_index", "queue_depth", "max_msg", "quarantine", "context", "pd", "umr")
 HARDWARE = ("libibverbs.so.1", "libmlx5.so.1")
-KINDS = ("auto", "hardware", "software")
 
 
 @dataclass(frozen=True)
@@ -28,16 +23,6 @@ class Device:
     mlx5: str
     names: tuple[str, ...]
     software: bool
-
-
-def settings(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The configuration, if it makes sense."""
-    config = known_settings(config, ("device", "library", *OPTIONS), COMPONENT)
-    if config.get("device", "auto") not in KINDS:
-        raise InvalidParamError(
-            f"device is {config['device']!r}, not one of {', '.join(KINDS)}", component=COMPONENT
-        )
-    return config
 
 
 def software_library() -> str:
@@ -53,14 +38,12 @@ def look(verbs_path: str, mlx5_path: str) -> Device:
     return Device(verbs_path, mlx5_path, names, verbs.is_software(verbs_path))
 
 
-def device(config: Mapping[str, Any]) -> Device:
-    """The devices that this configuration asks for."""
-    kind = config.get("device", "auto")
-    if "library" in config:
-        path = str(config["library"])
-        found = look(path, path)
+def device(kind: str, library: str) -> Device:
+    """The devices that the options `device` and `library` ask for."""
+    if library:
+        found = look(library, library)
         if kind != "auto" and found.software != (kind == "software"):
-            raise NoDeviceError(f"{path} is not {kind}", component=COMPONENT)
+            raise NoDeviceError(f"{library} is not {kind}", component=COMPONENT)
         return found
     if kind == "software":
         return look(software_library(), software_library())

@@ -344,8 +344,8 @@ typedef struct ucxm_transfer {
     ucxm_error_t error;
 } ucxm_transfer_t;
 
-/* A setting for md_open.  The value is read as a Python literal if it is one ("1", "True",
- * "'text'"), else as text. */
+/* A setting for md_open.  The value is text, which is read as the type that the component declares
+ * for it: "128", "0.5", "yes", "/a/path". */
 typedef struct ucxm_setting {
     const char *name;
     const char *value;

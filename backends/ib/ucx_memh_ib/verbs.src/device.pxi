@@ -51,8 +51,7 @@ cdef ucxm_status_t md_query(ib_md_t *md, ucxm_error_t *error) noexcept nogil:
     md.max_msg = port.max_msg_sz if port.max_msg_sz else 1u << 30
     if md.config.max_msg:
         md.max_msg = min(md.max_msg, md.config.max_msg)
-    md.queue_depth = md.config.queue_depth if md.config.queue_depth else QUEUE_DEPTH
-    md.queue_depth = min(md.queue_depth, <uint32_t>max(device.max_qp_wr, 1))
+    md.queue_depth = min(md.config.queue_depth, <uint32_t>max(device.max_qp_wr, 1))
     md.wr_count = min(<uint32_t>WR_COUNT, <uint32_t>max(device.max_cqe // 2, 1))
     md.gid_index = md.config.gid_index
     if md.gid_index < 0:

@@ -110,11 +110,10 @@ cdef ibv_context *open_context(ucxm_verbs_t *verbs, const char *name,
     return context
 
 
-def open_md(library, md_name, *, bint software, int port=0, int gid_index=-1,
-            uint32_t queue_depth=0, uint64_t max_msg=0, uint32_t quarantine=65536,
-            size_t context=0, size_t pd=0, bint self_check=True):
+def open_md(library, md_name, *, bint software, int port, int gid_index, uint32_t queue_depth,
+            uint64_t max_msg, uint32_t quarantine, size_t context, size_t pd, bint self_check):
     """Open the device `md_name` of the libibverbs `library`; or stand on an open `context` and its
-    `pd`, which are never closed here."""
+    `pd`, which are never closed here.  The rest are the options of that name."""
     cdef ucxm_verbs_t *verbs
     cdef ucxm_error_t error
     cdef ib_config_t config

@@ -152,11 +152,11 @@ cdef object bind(md_t *md, uint32_t quarantine):
     return md_bind(&ops, &EP_OPS, &attr, md, None)
 
 
-def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port=0, int gid_index=-1,
-            uint32_t queue_depth=0, uint64_t max_msg=0, uint32_t quarantine=65536,
-            size_t context=0, size_t pd=0, umr="auto"):
+def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port, int gid_index,
+            uint32_t queue_depth, uint64_t max_msg, uint32_t quarantine, size_t context, size_t pd,
+            umr):
     """Open the device `md_name` of the two libraries; or stand on an open `context` and its `pd`,
-    which are never closed here.  `umr` is "auto" or "off"."""
+    which are never closed here.  The rest are the options of that name."""
     cdef ucxm_verbs_t *verbs = NULL
     cdef ucxm_mlx5_t *mlx5 = NULL
     cdef ucxm_error_t error
@@ -171,9 +171,6 @@ def open_md(verbs_path, mlx5_path, md_name, *, bint software, int port=0, int gi
 
     if (context == 0) != (pd == 0):
         raise InvalidParamError("context and pd go together", op="open_md", component="ib_mlx5")
-    if umr not in ("auto", "off"):
-        raise InvalidParamError(f"umr is {umr!r}, not auto or off", op="open_md",
-                                component="ib_mlx5")
     load(verbs_path, mlx5_path, &verbs, &mlx5)
     memset(&error, 0, sizeof(error))
     memset(&config, 0, sizeof(config))
