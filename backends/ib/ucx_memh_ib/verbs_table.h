@@ -7,7 +7,7 @@
 #ifndef UCX_MEMH_IB_VERBS_TABLE_H
 #define UCX_MEMH_IB_VERBS_TABLE_H
 
-#include <ucx_memh_ib/symbol_table.h> /* first: it needs _GNU_SOURCE */
+#include <ucx_memh/symbol_table.h> /* first: it needs _GNU_SOURCE */
 #include <infiniband/verbs.h>
 
 /* clang-format off */

@@ -3,7 +3,7 @@
 #ifndef UCX_MEMH_IB_MLX5_MLX5_TABLE_H
 #define UCX_MEMH_IB_MLX5_MLX5_TABLE_H
 
-#include <ucx_memh_ib/symbol_table.h> /* first: it needs _GNU_SOURCE */
+#include <ucx_memh/symbol_table.h> /* first: it needs _GNU_SOURCE */
 #include <infiniband/mlx5dv.h>
 #include <pthread.h>
 

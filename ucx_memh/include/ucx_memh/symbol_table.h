@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
- * Vendor libraries are opened at run time, never linked: a table of function
- * pointers is filled from one library file, each entry by its exact symbol
- * version, and what is missing is remembered by name.
+ * For backends: vendor libraries are opened at run time, never linked.  A table
+ * of function pointers is filled from one library file, each entry by its exact
+ * symbol version (NULL where the library has none), and what is missing is
+ * remembered by name.
  *
  * A list of symbols is an X-macro; each line is
  *     X(member, "exported_name", "VERSION_1.1", required, return type, arguments)
  * and makes a member of the table and a row of the list.  The exported names
  * are strings because headers like to #define them.
  */
-#ifndef UCX_MEMH_IB_SYMBOL_TABLE_H
-#define UCX_MEMH_IB_SYMBOL_TABLE_H
+#ifndef UCX_MEMH_SYMBOL_TABLE_H
+#define UCX_MEMH_SYMBOL_TABLE_H
 
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* dlvsym */
@@ -51,6 +52,21 @@ static inline void *ucxm_symbol_get(const void *table, const ucxm_symbol_t *symb
     return function;
 }
 
+static inline void *ucxm_symbol_find(void *handle, const ucxm_symbol_t *symbol)
+{
+    if (symbol->version == NULL)
+        return dlsym(handle, symbol->name);
+    return dlvsym(handle, symbol->name, symbol->version);
+}
+
+/* That the library lacks it. */
+static inline void ucxm_symbol_lacks(const ucxm_library_t *library, const ucxm_symbol_t *symbol,
+                                     char *text, size_t size)
+{
+    snprintf(text, size, "%s has no %s%s%s", library->path, symbol->name,
+             (symbol->version != NULL) ? "@" : "", (symbol->version != NULL) ? symbol->version : "");
+}
+
 /* Why this one symbol cannot be called, "" if it can. */
 static inline void ucxm_symbol_reason(const ucxm_library_t *library, const ucxm_symbol_t *symbol,
                                       char *text, size_t size)
@@ -58,7 +74,7 @@ static inline void ucxm_symbol_reason(const ucxm_library_t *library, const ucxm_
     if (library->handle == NULL) {
         snprintf(text, size, "%s", library->reason);
     } else if (ucxm_symbol_get(library, symbol) == NULL) {
-        snprintf(text, size, "%s has no %s@%s", library->path, symbol->name, symbol->version);
+        ucxm_symbol_lacks(library, symbol, text, size);
     } else if (size > 0) {
         text[0] = '\0';
     }
@@ -87,11 +103,10 @@ static inline int ucxm_library_load(ucxm_library_t *library, const char *path,
         return -1;
     }
     for (i = 0; i < count; ++i) {
-        function = dlvsym(library->handle, symbols[i].name, symbols[i].version);
+        function = ucxm_symbol_find(library->handle, &symbols[i]);
         memcpy((char *)library + symbols[i].offset, &function, sizeof(function));
         if ((function == NULL) && symbols[i].required && (library->reason[0] == '\0')) {
-            snprintf(library->reason, sizeof(library->reason), "%s has no %s@%s", library->path,
-                     symbols[i].name, symbols[i].version);
+            ucxm_symbol_lacks(library, &symbols[i], library->reason, sizeof(library->reason));
         }
     }
     return (library->reason[0] == '\0') ? 0 : -1;
