@@ -50,10 +50,6 @@ cdef extern from "_cma.h" nogil:
         uint64_t done
         uint64_t calls
         int stopped
-    ctypedef struct cma_stat_t:
-        uint64_t start_time
-        uint64_t program
-        char state
     void cma_count(uint64_t *counter, uint64_t n)
     uint64_t cma_load64(const uint64_t *p)
     void cma_store64(uint64_t *p, uint64_t value)
@@ -62,16 +58,22 @@ cdef extern from "_cma.h" nogil:
     uint64_t cma_now_ns()
     int cma_move(cma_move_t *m)
     int cma_peek(pid_t pid, uint64_t address)
-    int cma_pidfd_open(pid_t pid)
-    int cma_pidfd_ended(int pidfd)
-    int cma_pidfd_allowed(int pidfd)
-    int cma_stat_open(pid_t pid)
-    int cma_stat_read(int fd, cma_stat_t *st)
     int cma_self_test()
     int cma_set_ptracer_any()
     int cma_has_cap_sys_ptrace()
     int close(int fd)
     pid_t getpid()
+
+cdef extern from "ucx_memh/process.h" nogil:
+    ctypedef struct ucxm_process_t:
+        uint64_t start_time
+        uint64_t program
+        char state
+    int ucxm_pidfd_open(pid_t pid)
+    int ucxm_pidfd_ended(int pidfd)
+    int ucxm_pidfd_allowed(int pidfd)
+    int ucxm_process_open(pid_t pid)
+    int ucxm_process_read(int fd, ucxm_process_t *process)
 
 cdef extern from "pthread.h" nogil:
     ctypedef struct pthread_mutex_t:
@@ -222,7 +224,7 @@ cdef const char *state_text(uint32_t state) noexcept nogil:
 
 cdef uint32_t peer_look(md_t *md, peer_t *peer) noexcept nogil:
     """Look at the process itself; the peer's lock is held.  Returns the state."""
-    cdef cma_stat_t st
+    cdef ucxm_process_t st
     cdef int ended = 0, result
     cdef uint32_t state = cma_load32(&peer.state)
     cdef uint64_t now
@@ -231,9 +233,9 @@ cdef uint32_t peer_look(md_t *md, peer_t *peer) noexcept nogil:
     cma_count(&md.peer_checks, 1)
     now = cma_now_ns()
     if peer.pidfd >= 0:
-        ended = cma_pidfd_ended(peer.pidfd)
+        ended = ucxm_pidfd_ended(peer.pidfd)
     if ended == 0:
-        result = cma_stat_read(peer.statfd, &st)
+        result = ucxm_process_read(peer.statfd, &st)
         if result == ESRCH or (result == 0 and st.start_time != peer.identity.start_time):
             ended = 1
         elif result == 0:
@@ -323,12 +325,12 @@ cdef ucxm_status_t peer_identify(md_t *md, peer_t *peer, const uint64_t *inside,
     """
     cdef const ucxm_identity_t *who = &peer.identity
     cdef pid_t pid = <pid_t>who.pid
-    cdef cma_stat_t st
+    cdef ucxm_process_t st
     cdef uint32_t state
     cdef int result
 
     cma_count(&md.pidfd_opens, 1)
-    peer.pidfd = cma_pidfd_open(pid)
+    peer.pidfd = ucxm_pidfd_open(pid)
     if peer.pidfd < 0:
         result = -peer.pidfd
         peer.pidfd = -1
@@ -339,11 +341,11 @@ cdef ucxm_status_t peer_identify(md_t *md, peer_t *peer, const uint64_t *inside,
         if result == EINVAL or result == ENOENT:  # before and since Linux 6.9
             return refuse(error, UCXM_ERR_STALE_KEY, result, who, "that is a thread, no process")
         # A kernel or a filter without pidfd_open: /proc/PID/stat stays bound to the process too.
-    peer.statfd = cma_stat_open(pid)
+    peer.statfd = ucxm_process_open(pid)
     if peer.statfd < 0:
         result = -peer.statfd
         peer.statfd = -1
-        if peer.pidfd >= 0 and cma_pidfd_ended(peer.pidfd) > 0:
+        if peer.pidfd >= 0 and ucxm_pidfd_ended(peer.pidfd) > 0:
             return refuse(error, UCXM_ERR_PEER_GONE, ESRCH, who, "the process has ended")
         if result == EMFILE or result == ENFILE:
             return refuse(error, UCXM_ERR_NO_RESOURCE, result, who, "/proc: out of files")
@@ -351,7 +353,7 @@ cdef ucxm_status_t peer_identify(md_t *md, peer_t *peer, const uint64_t *inside,
                       "its /proc/PID/stat cannot be opened, so it cannot be identified")
     # The two descriptors may be of different processes only if the first has ended by now;
     # peer_look finds that out, because it asks the pidfd after the start time was compared.
-    result = cma_stat_read(peer.statfd, &st)
+    result = ucxm_process_read(peer.statfd, &st)
     if result == ESRCH:
         return refuse(error, UCXM_ERR_PEER_GONE, ESRCH, who, "the process has ended")
     if result != 0:
@@ -366,7 +368,7 @@ cdef ucxm_status_t peer_identify(md_t *md, peer_t *peer, const uint64_t *inside,
     if state != PEER_ALIVE:
         return refuse(error, state_status(state), 0, who, state_text(state))
 
-    result = cma_pidfd_allowed(peer.pidfd) if peer.pidfd >= 0 else EPERM
+    result = ucxm_pidfd_allowed(peer.pidfd) if peer.pidfd >= 0 else EPERM
     if result == ESRCH:
         return refuse(error, UCXM_ERR_PEER_GONE, ESRCH, who, "the process has ended")
     if result != 0 and inside != NULL:
