@@ -415,7 +415,12 @@ def test_D12_device_memory_is_refused(owner, library):
     win = base.derive()
 
     class OnDevice:
-        __cuda_array_interface__ = {"data": (base.address, False), "shape": (SIZE,), "version": 3}
+        __cuda_array_interface__ = {
+            "data": (base.address, False),
+            "shape": (SIZE,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
     with Unchanged(owner, base, win, but=["mem_reg"]):  # that one counts what was asked of it
         for call in (

@@ -489,6 +489,7 @@ cdef extern from "ucx_memh/backend.h" nogil:
         ucxm_error_t error
         void (*complete)(ucxm_op_t *op, ucxm_status_t status) noexcept nogil
         uint64_t scratch[6]
+        uint64_t local_stream
 
     ctypedef struct ucxm_ep_ops_t:
         size_t struct_size

@@ -52,9 +52,6 @@ cdef bint holds_objects(const char *format) noexcept nogil:
 cdef int get_buffer(object buffer, Py_buffer *view, bint writable, str op) except -1:
     """Export a C-contiguous buffer, or say in our words why not."""
     if not PyObject_CheckBuffer(buffer):
-        if hasattr(buffer, "__cuda_array_interface__"):
-            raise _errors.UnsupportedError("this is device memory, and this domain takes host "
-                                           "memory only", op=op)
         raise _errors.InvalidParamError(
             f"{type(buffer).__name__} does not export a buffer", op=op)
     try:
@@ -68,3 +65,25 @@ cdef int get_buffer(object buffer, Py_buffer *view, bint writable, str op) excep
         PyBuffer_Release(view)
         raise _errors.InvalidParamError("the buffer holds Python objects, not plain bytes", op=op)
     return 0
+
+
+cdef int get_memory(object thing, Py_buffer *view, uint32_t *mem_type, uint64_t *stream,
+                    bint writable, str op) except -1:
+    """Export memory that is to be registered or moved: a buffer, or what buffers.py knows.
+
+    Of the latter the view holds what keeps it alive.  `stream` NULL: it is not to be moved.
+    """
+    mem_type[0] = UCXM_MEM_TYPE_HOST
+    if PyObject_CheckBuffer(thing):
+        return get_buffer(thing, view, writable, op)
+    from ucx_memh import buffers
+    memory = buffers.memory_of(thing, stream != NULL, op)
+    if memory is None:
+        return get_buffer(thing, view, writable, op)  # says why not
+    if writable and memory.readonly:
+        raise _errors.AccessError("the memory is read-only", op=op)
+    mem_type[0] = memory.mem_type
+    if stream != NULL:
+        stream[0] = memory.stream
+    return PyBuffer_FillInfo(view, memory, <void *><uintptr_t>memory.address, memory.length,
+                             memory.readonly, PyBUF_SIMPLE)

@@ -322,7 +322,8 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
             reg_lend_owner(reg, owner)
             if buffers is not None:
                 try:
-                    get_buffer(buffers[i], &reg.buffer, False, "mem_reg_many")
+                    get_memory(buffers[i], &reg.buffer, &reg.pub.mem_type, NULL, False,
+                               "mem_reg_many")
                 except _errors.MemhError as reason:
                     array.each[i] = reason.status
                     text = reason.detail.encode()

@@ -22,16 +22,18 @@ cdef int ep_notice_error(Endpoint self) except -1:
 
 
 cdef int transfer_local(transfer_t *transfer, object local, bint writable, str op) except -1:
-    """The local side: a handle's whole range, or any buffer."""
+    """The local side: a handle's whole range, any buffer, or a device's array."""
     cdef ucxm_memh_own_t *own
     cdef ucxm_memh_t *memh
     cdef ucxm_status_t status
+    cdef md_t *md = transfer.md
     cdef uint64_t right
+    cdef uint32_t mem_type
     if type(local) is Memh:
         memh = (<Memh>local).memh
         own = ucxm_memh_own(memh)
         right = UCXM_MEM_ACCESS_LOCAL_WRITE if writable else UCXM_MEM_ACCESS_LOCAL_READ
-        if md_of(memh) != transfer.md:
+        if md_of(memh) != md:
             raise _errors.InvalidParamError("a handle of another Md", op=op)
         if not own.grant & right:
             raise memh_failure(UCXM_ERR_ACCESS, op, memh, NULL)
@@ -41,8 +43,15 @@ cdef int transfer_local(transfer_t *transfer, object local, bint writable, str o
         transfer.op.local = <void *>own.address
         transfer.op.length = own.length
         return 0
-    get_buffer(local, &transfer.buffer, writable, op)
+    get_memory(local, &transfer.buffer, &mem_type, &transfer.op.local_stream, writable, op)
     transfer.has_buffer = True
+    # A domain that needs handles would bounce it by the processor, and Python would look at it.
+    if mem_type != UCXM_MEM_TYPE_HOST and (
+            not md.attr.mem_types >> mem_type & 1 or md.attr.python or md.ops.abi < 3 or
+            md.attr.flags & UCXM_MD_FLAG_NEED_MEMH):
+        raise _errors.UnsupportedError(
+            "this is device memory, and here a transfer takes that of a Memh only", op=op,
+            component=md_component(md))
     transfer.op.local = transfer.buffer.buf
     transfer.op.length = transfer.buffer.len
     return 0
@@ -384,6 +393,9 @@ cdef class Endpoint:
 
     def get(self, Rkey rkey, remote_address, into):
         """Read remote memory at `remote_address` into a writable buffer or a Memh.
+
+        Where the domain can, also into an array of a device's (see Md.mem_reg); work on it that is
+        under way is done first.
 
         Returns when the bytes are there.  Raises RangeError, AccessError, RevokedError before any
         device is asked; RemoteAccessError (the device refused), FlushedError, UnreachableError,

@@ -207,11 +207,15 @@ cdef class Md:
         """Register memory and return its base handle (uct_md_mem_reg_v2).
 
         `buffer` is any C-contiguous buffer; it stays exported until dereg, so a bytearray cannot
-        be resized under the registration.  Instead of it, `address` and `length` in bytes name
-        memory, which `owner` (any object, held) keeps alive.  `flags` are the rights: None means
-        ACCESS_ALL if the memory is writable, else LOCAL_READ | REMOTE_GET; no access bit at all
-        means local rights only.  With DERIVED_ONLY the region's own key gets no remote right and
-        `flags` is what derive may give.  Length 0 is legal.
+        be resized under the registration.  Or it is an array of a device's, by
+        `__cuda_array_interface__` or DLPack, which is held until then; work on it that is under
+        way is not waited for, as registering reads nothing.  Instead of it, `address` and
+        `length` in bytes name memory of `mem_type`, which `owner` (any object, held) keeps alive.
+        With `dmabuf_fd` and `dmabuf_offset` the domain gets the memory by that descriptor.
+
+        `flags` are the rights: None means ACCESS_ALL if the memory is writable, else LOCAL_READ |
+        REMOTE_GET; no access bit at all means local rights only.  With DERIVED_ONLY the region's
+        own key gets no remote right and `flags` is what derive may give.  Length 0 is legal.
 
         Raises AccessError (more than the buffer allows), InvalidParamError, UnsupportedError,
         NoMemoryError (also RLIMIT_MEMLOCK), DeviceError.  Releases the GIL where the domain pins
@@ -236,7 +240,7 @@ cdef class Md:
                 if length is not None:
                     raise _errors.InvalidParamError("length goes with address", op="mem_reg",
                                                     component=md_component(md))
-                get_buffer(buffer, &reg.buffer, False, "mem_reg")
+                get_memory(buffer, &reg.buffer, &reg.pub.mem_type, NULL, False, "mem_reg")
                 reg.lent |= LENT_BUFFER
                 reg.pub.address = <uint64_t>reg.buffer.buf
                 reg.pub.length = <uint64_t>reg.buffer.len
@@ -248,6 +252,10 @@ cdef class Md:
             reg_rights(reg, asked, flags is None, writable)
             if mem_type is not ZERO:
                 number = as_u64(mem_type, "mem_type", "mem_reg")
+                if reg.pub.mem_type != UCXM_MEM_TYPE_HOST and number != reg.pub.mem_type:
+                    raise _errors.InvalidParamError(
+                        f"mem_type is {number}, and the memory's own {reg.pub.mem_type}",
+                        op="mem_reg", component=md_component(md))
                 reg.pub.mem_type = <uint32_t>number if number <= 0xffffffff else <uint32_t>-1
             if dmabuf_offset is not ZERO:
                 reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
@@ -308,10 +316,10 @@ cdef class Md:
                      partial=False):
         """Register many regions; returns a MemhArray of their bases.
 
-        `buffers` is any iterable of C-contiguous buffers; or `addresses` and `lengths` in bytes
-        are arrays of 64-bit integers (NumPy's, or of any buffer), sequences, or one number for
-        all, of memory that `owner` keeps alive.  `flags` as for mem_reg, for all of them.  All are
-        registered or none: the error of the first that cannot be is raised, with
+        `buffers` is any iterable of what mem_reg takes as one; or `addresses` and `lengths` in
+        bytes are arrays of 64-bit integers (NumPy's, or of any buffer), sequences, or one number
+        for all, of memory that `owner` keeps alive.  `flags` as for mem_reg, for all of them.  All
+        are registered or none: the error of the first that cannot be is raised, with
         `context["item"]` and `.statuses` of all.  With `partial` those that can be are, and
         `MemhArray.status` tells.  Registers without the GIL.
         """

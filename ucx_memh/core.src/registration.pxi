@@ -139,7 +139,10 @@ cdef ucxm_status_t reg_check(md_t *md, reg_t *reg, bint writable,
         return refuse(error, UCXM_ERR_UNSUPPORTED,
                       "this domain has no native registrations to adopt")
     if reg.pub.mem_type >= 64 or not md.attr.mem_types >> reg.pub.mem_type & 1:
-        return refuse(error, UCXM_ERR_UNSUPPORTED, "not a memory type of this domain")
+        return refuse(error, UCXM_ERR_UNSUPPORTED,
+                      "host memory, of which this domain takes none"
+                      if reg.pub.mem_type == UCXM_MEM_TYPE_HOST
+                      else "device memory of a type that this domain does not take")
     if reg.pub.dmabuf_fd >= 0 and not md.attr.flags & UCXM_MD_FLAG_REG_DMABUF:
         return refuse(error, UCXM_ERR_UNSUPPORTED, "this domain takes no dmabuf")
     if reg.pub.flags & UCXM_MEM_DERIVED_ONLY and not md.attr.flags & UCXM_MD_FLAG_REG_DERIVED:

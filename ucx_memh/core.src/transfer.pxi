@@ -76,6 +76,7 @@ cdef transfer_t *transfer_alloc(md_t *md) noexcept nogil:
     error_clear(&op.error)
     op.complete = transfer_complete
     memset(op.scratch, 0, sizeof(op.scratch))
+    op.local_stream = 0
     return transfer
 
 

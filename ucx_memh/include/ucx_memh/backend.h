@@ -33,7 +33,7 @@ extern "C" {
  * that the core allocates (registration, handle, rkey, operation, endpoint) may have more behind
  * them than this file says: a backend never takes their size.
  */
-#define UCXM_BACKEND_ABI 2
+#define UCXM_BACKEND_ABI 3
 
 typedef struct ucxm_registration ucxm_registration_t;
 typedef struct ucxm_op ucxm_op_t;
@@ -263,6 +263,10 @@ struct ucxm_op {
     ucxm_error_t error; /* for an operation that fails later     */
     void (*complete)(ucxm_op_t *op, ucxm_status_t status); /* runs exactly once */
     uint64_t scratch[6]; /* the backend's */
+
+    /* Version 3.  `local` is memory of a device, and work on it may be under way on this stream of
+     * that device: it comes before the operation.  0: there is none. */
+    uint64_t local_stream;
 };
 
 /* An endpoint; the backend's part (ops.ep_size bytes, zeroed) is at `priv`. */
