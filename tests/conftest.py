@@ -141,6 +141,14 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture(scope="session")
+def softcuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`softcuda(*without)` is the path of a software libcuda.so.1 that lacks these symbols."""
+    from softcuda.driver import Builder
+
+    return Builder(tmp_path_factory.mktemp("softcuda"))
+
+
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The source tree; only for tests marked `source`."""
     return ROOT
