@@ -298,7 +298,7 @@ class Memory:
         """It as an object with `__dlpack__`."""
         kinds = {"host": CUDA_HOST, "managed": CUDA_MANAGED}
         kwargs = {"device": (kinds.get(self.kind, CUDA), self.device), **kwargs}
-        return Tensor(self.address, self.size, **kwargs)
+        return Tensor(self.driver, self.address, self.size, **kwargs)
 
 
 # ---- how libraries hand memory over ----
@@ -336,11 +336,8 @@ class DLTensor(C.Structure):
     ]
 
 
-DELETER = C.CFUNCTYPE(None, C.c_void_p)
-
-
 class DLManagedTensor(C.Structure):
-    _fields_ = [("tensor", DLTensor), ("context", C.c_void_p), ("deleter", DELETER)]
+    _fields_ = [("tensor", DLTensor), ("context", C.c_void_p), ("deleter", C.c_void_p)]
 
 
 class DLManagedTensorVersioned(C.Structure):
@@ -348,26 +345,20 @@ class DLManagedTensorVersioned(C.Structure):
         ("major", C.c_uint32),
         ("minor", C.c_uint32),
         ("context", C.c_void_p),
-        ("deleter", DELETER),
+        ("deleter", C.c_void_p),
         ("flags", C.c_uint64),
         ("tensor", DLTensor),
     ]
 
 
-lent: dict[int, object] = {}  # what consumers of DLPack capsules have not given back
-_delete = DELETER(lambda address: lent.pop(address) and None)
-_api = C.pythonapi
-_new = C.PYFUNCTYPE(C.py_object, C.c_void_p, C.c_char_p, C.c_void_p)(("PyCapsule_New", _api))
-_is = C.PYFUNCTYPE(C.c_int, C.c_void_p, C.c_char_p)(("PyCapsule_IsValid", _api))
-_pointer = C.PYFUNCTYPE(C.c_void_p, C.c_void_p, C.c_char_p)(("PyCapsule_GetPointer", _api))
+_lent: list[tuple[C.c_int64, object]] = []  # a flag that the deleter clears, and what is to be kept
+_new = C.PYFUNCTYPE(C.py_object, C.c_void_p, C.c_char_p, C.c_void_p)(("PyCapsule_New", C.pythonapi))
 
 
-@C.CFUNCTYPE(None, C.c_void_p)
-def _drop(capsule: int) -> None:
-    """A capsule that nobody consumed: a consumer has given it another name."""
-    for name in (b"dltensor", b"dltensor_versioned"):
-        if _is(capsule, name):
-            lent.pop(_pointer(capsule, name))
+def lent() -> int:
+    """How many tensors have neither been given back nor dropped with their capsule."""
+    _lent[:] = [each for each in _lent if each[0].value]
+    return len(_lent)
 
 
 class Tensor:
@@ -375,6 +366,7 @@ class Tensor:
 
     def __init__(
         self,
+        driver: Driver,
         address: int,
         size: int,
         device: tuple[int, int] = (CUDA, 0),
@@ -386,7 +378,7 @@ class Tensor:
         versioned: bool = True,
     ) -> None:
         """versioned: whether it knows DLPack 1.0, for consumers that ask for it."""
-        self.address, self.device = address, device
+        self.lib, self.address, self.device = driver.lib, address, device
         self.shape = (size * 8 // bits,) if shape is None else shape
         self.strides, self.bits, self.byte_offset = strides, bits, byte_offset
         self.readonly, self.versioned = readonly, versioned
@@ -404,12 +396,16 @@ class Tensor:
         # 1: unsigned integers
         tensor = DLTensor(self.address, *self.device, len(shape), 1, self.bits, 1, shape, strides)
         tensor.byte_offset = self.byte_offset
+        flag = C.c_int64(1)
         managed: C.Structure
         if (asked.get("max_version") or (0, 0)) >= (1, 0):
-            name = b"dltensor_versioned"
-            managed = DLManagedTensorVersioned(1, 0, None, _delete, int(self.readonly), tensor)
+            name, deleter = b"dltensor_versioned", self.lib.softcuda_give_back_versioned
+            managed = DLManagedTensorVersioned(1, 0, flags=int(self.readonly), tensor=tensor)
         else:
-            name = b"dltensor"
-            managed = DLManagedTensor(tensor, None, _delete)
-        lent[C.addressof(managed)] = managed, shape, strides, self
-        return _new(C.addressof(managed), name, C.cast(_drop, C.c_void_p))
+            name, deleter = b"dltensor", self.lib.softcuda_give_back
+            managed = DLManagedTensor(tensor)
+        managed.context, managed.deleter = C.addressof(flag), C.cast(deleter, C.c_void_p)
+        lent()
+        _lent.append((flag, (managed, shape, strides)))
+        drop = C.cast(self.lib.softcuda_drop_capsule, C.c_void_p)
+        return _new(C.addressof(managed), name, drop)

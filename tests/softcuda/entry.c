@@ -325,6 +325,7 @@ API void softcuda_reset(void)
         sc_contexts_reset();
         sc_memory_drop(NULL);
         sc_share_reset();
+        sc_streams_reset();
     }
     for (struct call *call = calls; call; call = next) {
         next = call->next;

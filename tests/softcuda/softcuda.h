@@ -211,6 +211,7 @@ long sc_live_handles(void);
 
 void sc_streams_drain(CUcontext ctx, int blocking_only);
 void sc_streams_drop(CUcontext ctx);
+void sc_streams_reset(void);
 long sc_live_streams(void);
 long sc_live_events(void);
 

@@ -18,6 +18,7 @@ struct op {
     int value;
     CUevent event;
     unsigned long long ticket;
+    CUstream recorded; /* WAIT: where that record is; the event may be recorded anew elsewhere */
 };
 
 struct stream {
@@ -85,6 +86,14 @@ static struct op *queue(CUstream stream, enum what what)
     return op;
 }
 
+static int is_stream(CUstream stream)
+{
+    for (CUstream each = streams; each; each = each->next)
+        if (each == stream)
+            return 1;
+    return 0;
+}
+
 /* Does the oldest operation; 0: there is none, or it waits for an event of another stream. */
 static int step(CUstream stream)
 {
@@ -96,7 +105,7 @@ static int step(CUstream stream)
         return 0;
     event = op->event ? event_of(op->event) : NULL;
     if (op->what == WAIT && event && event->done < op->ticket)
-        return event->stream != stream && step(event->stream);
+        return op->recorded != stream && is_stream(op->recorded) && step(op->recorded);
     /* Memory that went away meanwhile: the device faults, and the context is of no use any more. */
     if (op->what == COPY && !ctx->sticky && !sc_copy(ctx, op->dst, op->src, op->size))
         ctx->sticky = CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -170,6 +179,12 @@ void sc_streams_drop(CUcontext ctx)
             stream_free(stream);
     }
     ctx->defaults[0] = ctx->defaults[1] = NULL;
+}
+
+void sc_streams_reset(void)
+{
+    held = 0;
+    pthread_cond_broadcast(&changed);
 }
 
 long sc_live_streams(void)
@@ -390,6 +405,7 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
     op = queue(stream, WAIT);
     op->event = event;
     op->ticket = event->ticket;
+    op->recorded = event->stream;
     return CUDA_SUCCESS;
 }
 
