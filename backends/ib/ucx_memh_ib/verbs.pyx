@@ -69,6 +69,9 @@ cdef extern from "<sched.h>" nogil:
     int sched_yield()
 
 cdef extern from "<unistd.h>" nogil:
+    long sysconf(int name)
+    enum:
+        _SC_PAGESIZE
     int close(int fd)
     int usleep(unsigned int usec)
 

@@ -72,6 +72,10 @@ cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
     elif reg.dmabuf_fd >= 0:
         if not md.has_dmabuf:
             return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0, "no dmabuf registration here")
+        # The device maps pages: an address has the place in its page that its bytes have in theirs.
+        if (reg.address ^ reg.dmabuf_offset) & (<uint64_t>sysconf(_SC_PAGESIZE) - 1):
+            return ib_fail(error, UCXM_ERR_INVALID_PARAM, 0,
+                           "address and dmabuf_offset must have the same place in a page")
         ib_count(&md.counts.reg_mr, 1)
         mine.mr = md.verbs.reg_dmabuf_mr(md.pd, reg.dmabuf_offset, reg.length, reg.address,
                                          reg.dmabuf_fd, access)
