@@ -14,10 +14,10 @@ DIST   := build/dist
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \
           tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py tests/embed
 
-MODULES := ucx_memh $(addprefix ucx_memh.,bundle capi config core errors flags hookspecs mpi plugins \
+MODULES := ucx_memh $(addprefix ucx_memh.,buffers bundle capi config core errors flags hookspecs mpi plugins \
              python_backend resources testing)
 
-.PHONY: setup build demo test suite test-rxe test-tsan test-asan costs bench bench-report bench-peers hotpath lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe test-gpu test-tsan test-asan costs bench bench-report bench-peers hotpath lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -62,6 +62,10 @@ test-rxe: build
 	$(PY) -m pytest -m guest tests/guest
 	$(PY) $(IN_GUEST) tests/rxe tests/ib $(ARGS)
 
+# On a GPU, with its own driver: a missing one is a failure.
+test-gpu: build
+	$(PY) -m pytest -m gpu tests/cuda_ipc $(ARGS)
+
 # docs/costs.*: instructions, counted in a guest.
 costs: build
 	sh tools/guest/setup.sh
@@ -73,13 +77,16 @@ TSAN_TESTS := tests/test_core_threads.py tests/test_core_completion.py tests/tes
               tests/test_many_revoke.py tests/test_find.py tests/test_core_connections.py \
               tests/ib_mlx5/test_endpoint.py \
               tests/ib_mlx5/test_faults.py tests/ib_mlx5/test_umr.py \
-              tests/ib_mlx5/test_umr_faults.py tests/embed/test_races.py -k 'not 1048576'
+              tests/ib_mlx5/test_umr_faults.py tests/embed/test_races.py \
+              tests/cuda_ipc/test_mappings.py tests/cuda_ipc/test_data.py -k 'not 1048576'
 ASAN_TESTS := tests/test_core_*.py tests/test_rules.py tests/test_pack.py tests/test_rkey_cache.py \
               tests/test_many.py tests/test_many_revoke.py tests/test_find.py \
               tests/test_model.py tests/test_bundle.py tests/ib_mlx5/test_rows.py \
               tests/ib_mlx5/test_faults.py tests/ib_mlx5/test_umr.py \
               tests/ib_mlx5/test_umr_faults.py tests/ib_mlx5/test_mailbox.py tests/ib/test_rows.py \
-              tests/ib/test_faults.py tests/cma/test_keys.py
+              tests/ib/test_faults.py tests/cma/test_keys.py tests/test_buffers.py \
+              tests/cuda_ipc/test_keys.py tests/cuda_ipc/test_mappings.py \
+              tests/cuda_ipc/test_faults.py
 
 test-tsan: build
 	sh tools/sanitize.sh thread -o timeout=300 $(TSAN_TESTS) $(ARGS)
