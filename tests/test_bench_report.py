@@ -229,8 +229,8 @@ def test_headline_says_what_the_project_claims(data):
     """Derived: the same commands at each size and no page.  Otherwise all pages again."""
     for row in data["headline"]:
         commands = row["commands"]
-        assert commands["invalidate"] == {"destroy_mkey": 1}
-        assert commands["derived"] == {"create_mkey": 1, "destroy_mkey": 1}
+        assert commands["invalidate"] == {"local_inv": 1}
+        assert commands["derived"] == {"bind_mw": 1, "local_inv": 1}
         assert commands["registered"] == {"reg_mr": 1, "dereg_mr": 1}
         assert row["pages_pinned"] == {"derived": 0, "registered": row["bytes"] // 4096}
     assert data["headline"][-1]["software_ns"]["ratio"] > 100

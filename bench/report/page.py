@@ -238,7 +238,8 @@ other is dereg + mem_reg + pack.
 by registering again more and more. Above instructions in the guest, below time on softmlx5, a
 software device](bench-revoke.png)
 
-Commands are what `md.stats()` counts as sent to the device. To cut off:
+Commands are what `md.stats()` counts as sent to the device; of those here `bind_mw` and `local_inv`
+are work requests, which the firmware does not see. To cut off:
 {named(first["invalidate"])}; and to grant anew: {named(first["derived"])}.
 To register again: {named(first["registered"])}, of which the registration grows, by the pages
 that it has to pin.
