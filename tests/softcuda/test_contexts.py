@@ -71,14 +71,21 @@ def test_a_stack_of_contexts(gpu):
 
 
 def test_each_thread_has_its_own(gpu):
-    seen = []
-    thread = threading.Thread(
-        target=lambda: seen.extend([gpu.current(), gpu.result("cuCtxSynchronize")])
-    )
+    primary, seen = gpu.current(), []
+
+    def other():
+        seen.extend([gpu.current(), gpu.result("cuCtxSynchronize")])
+        seen.append(gpu.get("cuCtxCreate_v2", 0, 0))
+        seen.append(gpu.current())
+
+    thread = threading.Thread(target=other)
     thread.start()
     thread.join()
-    assert seen == [0, INVALID_CONTEXT]
-    assert gpu.current() != 0
+    own = seen[-1]
+    assert seen == [0, INVALID_CONTEXT, own, own]
+    assert own != primary
+    assert gpu.get("cuCtxPopCurrent_v2") == primary
+    assert gpu.current() == 0
 
 
 def state(driver, device=0):

@@ -201,6 +201,8 @@ def test_garbage(exporter, gpu):
     _, [(_, handle)] = exporter(100)
     for wrong in (bytes(64), b"\xff" * 64, handle[:8] + bytes(56), b"x"):
         assert refused(gpu, wrong + handle[len(wrong) :], INVALID_VALUE)
+    # Another process has the pid and the descriptors meanwhile: what tells is an inode.
+    assert refused(gpu, handle[:24] + b"another!" + handle[32:], INVALID_VALUE)
     good = C.byref(C.c_uint64()), Ipc.from_buffer_copy(handle)
     assert gpu.result("cuIpcOpenMemHandle_v2", *good, 0) == INVALID_VALUE  # the flag is a must
     assert gpu.result("cuIpcOpenMemHandle_v2", *good, 1) == 0

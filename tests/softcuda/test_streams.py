@@ -92,9 +92,12 @@ def test_an_event_that_was_not_recorded_is_ready(gpu, pair, stream):
 
 def test_a_new_event_is_not_reached_by_an_old_ones_record(gpu, stream):
     """They may have the same address."""
-    gpu.cuEventDestroy_v2(recorded(gpu, stream))
-    event = recorded(gpu, stream)
-    assert [gpu.result("cuEventQuery", event) for _ in range(3)] == [NOT_READY, NOT_READY, SUCCESS]
+    old = {recorded(gpu, stream) for _ in range(20)}
+    for event in old:
+        gpu.cuEventDestroy_v2(event)
+    event = next(e for e in (gpu.get("cuEventCreate", 0) for _ in range(100)) if e in old)
+    gpu.cuEventRecord(event, stream)
+    assert [gpu.result("cuEventQuery", event) for _ in range(22)] == [NOT_READY] * 21 + [SUCCESS]
 
 
 def test_held_until_released(gpu, pair, stream):
