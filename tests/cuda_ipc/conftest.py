@@ -9,10 +9,6 @@ import ucx_memh as um
 from _gpu import REAL, Far, Gpu
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a GPU; runs when asked for by -m")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if "gpu" in config.option.markexpr:
         return
