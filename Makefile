@@ -14,9 +14,6 @@ DIST   := build/dist
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \
           tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py tests/embed
 
-MODULES := ucx_memh $(addprefix ucx_memh.,buffers bundle capi config core errors flags hookspecs mpi plugins \
-             python_backend resources testing)
-
 .PHONY: setup build demo test suite test-rxe test-gpu test-tsan test-asan costs bench bench-report bench-peers hotpath lint docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
@@ -49,7 +46,7 @@ demo: build
 
 test: suite test-dist-smoke test-rxe
 
-suite: build
+suite: build $(VENV)/docs.stamp
 	$(PY) -m pytest $(ARGS)
 	$(if $(wildcard bench/bench_*.py),$(PY) -m pytest -q --benchmark-disable bench)
 
@@ -107,10 +104,11 @@ hotpath: build
 	PYTHON="$(PYTHON)" sh tools/bootstrap.sh valgrind || true
 	$(PY) -m bench.hotpath $(ARGS)
 
-$(VENV)/report.stamp: $(TOOLS)
+# An extra of pyproject.toml that few targets need.
+$(VENV)/report.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(TOOLS)
 	@$(PY) -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	    print(*project["optional-dependencies"]["report"], sep="\n")' > $(VENV)/report.txt
-	$(PIP) install -r $(VENV)/report.txt
+	    print(*project["optional-dependencies"]["$*"], sep="\n")' > $(VENV)/$*.txt
+	$(PIP) install -r $(VENV)/$*.txt
 	touch $@
 
 # docs/peers.*: the same steps with other libraries, which it installs into build/peers.
@@ -121,10 +119,9 @@ lint: $(TOOLS)
 	$(VENV)/bin/ruff check --quiet --output-format concise .
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint ucx_memh backends $(wildcard bench)
 
-# The API reference, from the docstrings, as HTML in build/docs.
-docs: build
-	mkdir -p build/docs
-	cd build/docs && $(CURDIR)/$(PY) -m pydoc -w $(MODULES)
+# The site, in build/docs.
+docs: build $(VENV)/docs.stamp
+	$(PY) -m sphinx --quiet --fail-on-warning -d build/doctrees docs build/docs
 
 # The sdist, built and installed where the source tree cannot be seen.  It finds the files that
 # setuptools leaves out.

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One exception class for each kind of failure, each also a class of the standard library.
 
-========================  ==================  =================================================
-class                     also a              statuses
-========================  ==================  =================================================
-InvalidParamError         ValueError          INVALID_PARAM, EXCEEDS_LIMIT, BUFFER_TOO_SMALL
-UnsupportedError          NotImplementedError UNSUPPORTED
-BusyError                 RuntimeError        BUSY, NO_RESOURCE (make progress and try again)
-NoMemoryError             MemoryError         NO_MEMORY
-NoDeviceError             OSError             NO_DEVICE
-DeviceError               OSError             IO_ERROR, INVALID_ADDR (errno EFAULT)
-TimedOutError             TimeoutError        TIMED_OUT
-UnreachableError          ConnectionError     UNREACHABLE
-PeerGoneError             ConnectionError     PEER_GONE
-FlushedError              ConnectionError     FLUSHED, CANCELED
-AccessError               PermissionError     ACCESS: a right that the handle does not have
-RemoteAccessError         PermissionError     REMOTE_ACCESS: the remote device refused
-RangeError                ValueError          RANGE
-MalformedKeyError         ValueError          MALFORMED_KEY
-KeyVersionError           ValueError          KEY_VERSION
-StaleKeyError             RuntimeError        STALE_KEY
-RevokedError              RuntimeError        REVOKED
-ClosedError               RuntimeError        CLOSED
-ForkedError               RuntimeError        FORKED
-MemhError                 Exception           the base of all; a status that is not in this table
-========================  ==================  =================================================
+========================  ===================  =================================================
+class                     also a               statuses
+========================  ===================  =================================================
+InvalidParamError         ValueError           INVALID_PARAM, EXCEEDS_LIMIT, BUFFER_TOO_SMALL
+UnsupportedError          NotImplementedError  UNSUPPORTED
+BusyError                 RuntimeError         BUSY, NO_RESOURCE (make progress and try again)
+NoMemoryError             MemoryError          NO_MEMORY
+NoDeviceError             OSError              NO_DEVICE
+DeviceError               OSError              IO_ERROR, INVALID_ADDR (errno EFAULT)
+TimedOutError             TimeoutError         TIMED_OUT
+UnreachableError          ConnectionError      UNREACHABLE
+PeerGoneError             ConnectionError      PEER_GONE
+FlushedError              ConnectionError      FLUSHED, CANCELED
+AccessError               PermissionError      ACCESS: a right that the handle does not have
+RemoteAccessError         PermissionError      REMOTE_ACCESS: the remote device refused
+RangeError                ValueError           RANGE
+MalformedKeyError         ValueError           MALFORMED_KEY
+KeyVersionError           ValueError           KEY_VERSION
+StaleKeyError             RuntimeError         STALE_KEY
+RevokedError              RuntimeError         REVOKED
+ClosedError               RuntimeError         CLOSED
+ForkedError               RuntimeError         FORKED
+MemhError                 Exception            the base of all; any other status
+========================  ===================  =================================================
 
 An error keeps the status that it was made from, so INVALID_ADDR and IO_ERROR can be told apart.
 """

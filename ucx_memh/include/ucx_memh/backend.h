@@ -89,7 +89,9 @@ struct ucxm_registration {
 };
 
 /* A handle is one allocation:
- *   the core's books | identity | inherited + the backend's inherited tail | own + the backend's own tail
+ *
+ *     the core's books | identity | inherited + the backend's inherited tail | own + the backend's own tail
+ *
  * Cloning copies the inherited span with one memcpy and initialises the others.  Nobody but the
  * core writes to it, the tails excepted. */
 typedef struct ucxm_memh_identity {
@@ -124,6 +126,7 @@ struct ucxm_memh {
     /* the backend's inherited tail, then ucxm_memh_own_t, then its own tail */
 };
 
+/* The own span of a handle, at its offset; and the backend's tails. */
 static inline ucxm_memh_own_t *ucxm_memh_own(const ucxm_memh_t *memh)
 {
     return (ucxm_memh_own_t *)((char *)memh + memh->id.own_offset);
@@ -215,12 +218,15 @@ typedef struct ucxm_md_ops {
     /* rkey->info is filled, unless `raw` (then it is what the caller claims).  Fills rkey->priv. */
     ucxm_status_t (*rkey_unpack)(void *md, ucxm_rkey_t *rkey, const uint8_t *payload,
                                  size_t length, int raw, ucxm_error_t *error);
+    /* Frees what rkey_unpack made.  Never fails. */
     void (*rkey_release)(void *md, ucxm_rkey_t *rkey);
+    /* A local pointer to the remote byte at `address`, which lies in the key's range. */
     ucxm_status_t (*rkey_ptr)(void *md, const ucxm_rkey_t *rkey, uint64_t address, void **ptr,
                               ucxm_error_t *error);
 
     /* Polls; returns how many operations it completed. */
     unsigned (*progress)(void *md);
+    /* A descriptor that becomes readable when there is something to progress, once armed. */
     ucxm_status_t (*event_fd)(void *md, int *fd, ucxm_error_t *error);
     /* OK: the fd will become readable.  BUSY: call progress first. */
     ucxm_status_t (*event_arm)(void *md, ucxm_error_t *error);
@@ -279,15 +285,19 @@ struct ucxm_ep {
 typedef struct ucxm_ep_ops {
     size_t struct_size;
     size_t ep_size;
+    /* Fills ep->priv.  The endpoint is IDLE then. */
     ucxm_status_t (*ep_create)(void *md, ucxm_ep_t *ep, ucxm_error_t *error);
     /* Completes what is under way (FLUSHED), then frees.  Never fails. */
     void (*ep_destroy)(void *md, ucxm_ep_t *ep);
     /* The bytes for the peer's connect(); they change with each reset(). */
     ucxm_status_t (*ep_address)(void *md, ucxm_ep_t *ep, uint8_t *address, size_t *length,
                                 ucxm_error_t *error);
+    /* To the bytes that the peer's ep_address gave.  INVALID_PARAM: they are no such address. */
     ucxm_status_t (*ep_connect)(void *md, ucxm_ep_t *ep, const uint8_t *address, size_t length,
                                 ucxm_error_t *error);
+    /* Back to IDLE; what is under way completes FLUSHED first. */
     ucxm_status_t (*ep_reset)(void *md, ucxm_ep_t *ep, ucxm_error_t *error);
+    /* UCXM_EP_*; asks nobody. */
     uint32_t (*ep_state)(void *md, ucxm_ep_t *ep);
     /* Takes the operation: `complete` runs later, or inside this call, and OK is returned.
      * An error (NO_RESOURCE: queue full, progress and try again): not taken, `complete`

@@ -375,6 +375,7 @@ typedef struct ucxm_api {
      * Takes the GIL. */
     ucxm_status_t (*md_open)(const char *name, const ucxm_setting_t *settings, size_t count,
                              ucxm_md_t **md, ucxm_error_t *error);
+    /* What it can do; fill in info->struct_size first. */
     ucxm_status_t (*md_query)(ucxm_md_t *md, ucxm_md_info_t *info);
     /* BUSY, and nothing changed, while anything of it is in use, unless UCXM_CLOSE_FORCE.  Waits
      * for the device.  Again: OK. */
@@ -388,10 +389,13 @@ typedef struct ucxm_api {
     ucxm_status_t (*md_event_fd)(ucxm_md_t *md, int *fd, ucxm_error_t *error);
     /* BUSY: there is something already; progress, then arm again. */
     ucxm_status_t (*md_arm)(ucxm_md_t *md, ucxm_error_t *error);
+    /* Counters since it was opened, and what is live; fill in stats->struct_size first. */
     ucxm_status_t (*md_stats)(ucxm_md_t *md, ucxm_md_stats_t *stats);
 
     /* ---- memory handles ---- */
 
+    /* Register memory: a base handle.  With UCXM_MEM_DERIVED_ONLY its own key gives no remote
+     * right. */
     ucxm_status_t (*mem_reg)(ucxm_md_t *md, const ucxm_reg_params_t *params, ucxm_memh_t **memh,
                              ucxm_error_t *error);
     /* A narrower handle with keys of its own; no command is sent.  `rights` may hold
@@ -399,7 +403,9 @@ typedef struct ucxm_api {
     ucxm_status_t (*mem_derive)(ucxm_memh_t *parent, uint64_t offset, uint64_t length,
                                 uint64_t rights, ucxm_ep_t *ep, ucxm_memh_t **memh,
                                 ucxm_error_t *error);
+    /* What it is, and its state; fill in info->struct_size first. */
     ucxm_status_t (*mem_query)(ucxm_memh_t *memh, ucxm_memh_info_t *info);
+    /* Who keeps the promises of this handle's keys. */
     ucxm_status_t (*mem_enforcement)(ucxm_memh_t *memh, ucxm_enforcement_t *enforcement);
     /* Destroy a derived handle's keys.  When it is done no byte is read or written through them
      * any more.  `comp` NULL: returns when that is so.  Else OK: `comp` has run; INPROGRESS: it
@@ -428,11 +434,16 @@ typedef struct ucxm_api {
      * component's id goes to `component` and its length in bytes to `size`; both may be NULL. */
     ucxm_status_t (*key_query)(const void *key, size_t length, ucxm_key_info_t *info,
                                uint32_t *component, size_t *size, ucxm_error_t *error);
+    /* Make a packed key usable here.  MALFORMED_KEY, KEY_VERSION, STALE_KEY, REVOKED (a notice was
+     * taken), UNREACHABLE.  Bytes that are open already are found in a cache. */
     ucxm_status_t (*rkey_unpack)(ucxm_md_t *md, const void *key, size_t length,
                                  ucxm_rkey_t **rkey, ucxm_error_t *error);
+    /* The same of a key packed with UCXM_PACK_RAW; unchecked, `address` and `size` are the caller's
+     * word. */
     ucxm_status_t (*rkey_from_raw)(ucxm_md_t *md, const void *raw, size_t length,
                                    uint64_t address, uint64_t size, ucxm_rkey_t **rkey,
                                    ucxm_error_t *error);
+    /* What its envelope said. */
     ucxm_status_t (*rkey_query)(const ucxm_rkey_t *rkey, ucxm_key_info_t *info);
     /* Below, equal to or above 0: a total order by owner, key id and contents. */
     int (*rkey_compare)(const ucxm_rkey_t *one, const ucxm_rkey_t *other);
@@ -453,13 +464,16 @@ typedef struct ucxm_api {
 
     /* ---- endpoints ---- */
 
+    /* An endpoint, not connected yet. */
     ucxm_status_t (*ep_create)(ucxm_md_t *md, ucxm_ep_t **ep, ucxm_error_t *error);
     /* The bytes for the peer's ep_connect, at most UCXM_ADDRESS_MAX; as with mkey_pack. */
     ucxm_status_t (*ep_address)(ucxm_ep_t *ep, void *buffer, size_t *length, ucxm_error_t *error);
+    /* To the bytes that the peer's ep_address gave; both sides do that. */
     ucxm_status_t (*ep_connect)(ucxm_ep_t *ep, const void *address, size_t length,
                                 ucxm_error_t *error);
     /* Back to IDLE with a new address; what is under way completes FLUSHED. */
     ucxm_status_t (*ep_reset)(ucxm_ep_t *ep, ucxm_error_t *error);
+    /* UCXM_EP_*. */
     ucxm_status_t (*ep_state)(ucxm_ep_t *ep, uint32_t *state);
     /* Revoke the handles bound to it, flush, close.  Again: OK. */
     ucxm_status_t (*ep_close)(ucxm_ep_t *ep, ucxm_error_t *error);
@@ -477,9 +491,10 @@ typedef struct ucxm_api {
      * `status` (may be NULL) has one for each item.  An item that failed has NULL and length 0; a
      * handle that is NULL is an item with INVALID_PARAM.  Revocations go to the device together. */
 
-    /* params[0].struct_size is how far they lie apart. */
+    /* mem_reg of each; params[0].struct_size is how far they lie apart. */
     ucxm_status_t (*mem_reg_many)(ucxm_md_t *md, const ucxm_reg_params_t *params, size_t count,
                                   ucxm_memh_t **memhs, ucxm_status_t *status);
+    /* mem_derive from one parent; `lengths` NULL: each to the end of the parent's range. */
     ucxm_status_t (*mem_derive_many)(ucxm_memh_t *parent, const uint64_t *offsets,
                                      const uint64_t *lengths, size_t count, uint64_t rights,
                                      ucxm_ep_t *ep, ucxm_memh_t **memhs, ucxm_status_t *status);
@@ -487,8 +502,10 @@ typedef struct ucxm_api {
     ucxm_status_t (*mkey_pack_many)(ucxm_memh_t *const *memhs, size_t count, uint32_t flags,
                                     void *buffer, size_t stride, size_t *lengths,
                                     ucxm_status_t *status);
+    /* mem_invalidate of each, without a completion. */
     ucxm_status_t (*mem_invalidate_many)(ucxm_memh_t *const *memhs, size_t count, uint32_t flags,
                                          ucxm_status_t *status);
+    /* mem_dereg of each, without a completion. */
     ucxm_status_t (*mem_dereg_many)(ucxm_memh_t *const *memhs, size_t count, uint32_t flags,
                                     ucxm_status_t *status);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
 /*
  * How a C or C++ program gets the calls of memh.h: the one header that needs
- * Python.h, and therefore is included before any standard header.
+ * Python.h, and therefore is included before any standard header:
  *
  *     const ucxm_api_t *ucxm = ucxm_import_api();
  *     if (ucxm == NULL)
@@ -51,17 +51,23 @@ static inline const ucxm_api_t *ucxm_import_api(void)
  * while the Python object lives; NULL: TypeError, or ClosedError for an rkey. */
 typedef struct ucxm_python {
     size_t struct_size;
+    /* An Md's. */
     ucxm_md_t *(*md)(PyObject *md);
+    /* A Memh's. */
     ucxm_memh_t *(*memh)(PyObject *memh);
+    /* An Rkey's. */
     ucxm_rkey_t *(*rkey)(PyObject *rkey);
+    /* An Endpoint's. */
     ucxm_ep_t *(*ep)(PyObject *endpoint);
-    /* Python objects that take over the caller's pointer; NULL: it stays the caller's. */
+    /* A Memh that takes over the caller's pointer; NULL: it stays the caller's. */
     PyObject *(*wrap_memh)(PyObject *md, ucxm_memh_t *memh);
+    /* The same, an Rkey. */
     PyObject *(*wrap_rkey)(PyObject *md, ucxm_rkey_t *rkey);
 } ucxm_python_t;
 
 #define UCXM_PYTHON_CAPSULE "ucx_memh.core._C_PYTHON"
 
+/* As ucxm_import_api, the table above. */
 static inline const ucxm_python_t *ucxm_import_python(void)
 {
     if (ucxm_import_api() == NULL)
