@@ -16,7 +16,7 @@ author = "ucx_memh developers"
 with (HERE.parent / "pyproject.toml").open("rb") as file:
     release = version = tomllib.load(file)["project"]["version"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "headers", "stubs"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "headers", "options", "stubs"]
 default_role = "py:obj"  # what docstrings have in backticks is a link where there is such a thing
 
 myst_enable_extensions = ["deflist"]

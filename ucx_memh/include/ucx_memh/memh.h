@@ -494,7 +494,7 @@ typedef struct ucxm_api {
     /* mem_reg of each; params[0].struct_size is how far they lie apart. */
     ucxm_status_t (*mem_reg_many)(ucxm_md_t *md, const ucxm_reg_params_t *params, size_t count,
                                   ucxm_memh_t **memhs, ucxm_status_t *status);
-    /* mem_derive from one parent; `lengths` NULL: each to the end of the parent's range. */
+    /* mem_derive of each range, from one parent. */
     ucxm_status_t (*mem_derive_many)(ucxm_memh_t *parent, const uint64_t *offsets,
                                      const uint64_t *lengths, size_t count, uint64_t rights,
                                      ucxm_ep_t *ep, ucxm_memh_t **memhs, ucxm_status_t *status);
