@@ -118,6 +118,7 @@ bench-peers: build
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check --quiet --output-format concise .
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint ucx_memh backends $(wildcard bench)
+	$(VENV)/bin/mypy --no-error-summary
 
 # The site, in build/docs.
 docs: build $(VENV)/docs.stamp

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ucx_memh.bundle import Bundle, BundleMemh, BundleRkey
     from ucx_memh.core import Endpoint, Md, Memh, MemhArray, Operation, PackedKeys, Rkey
 
+    __version__: str
+
 _CORE = ("Endpoint", "Md", "Memh", "MemhArray", "Operation", "PackedKeys", "Rkey")
 _BUNDLE = ("Bundle", "BundleMemh", "BundleRkey")
 
@@ -125,24 +127,26 @@ def get_cython_path() -> str:
     return dirname(dirname(__file__))
 
 
-def __getattr__(name: str) -> object:
-    if name in _CORE:
-        from ucx_memh import core
+if not TYPE_CHECKING:  # or a misspelt name would be an object
 
-        return getattr(core, name)
-    if name in _BUNDLE:
-        from ucx_memh import bundle
+    def __getattr__(name: str) -> object:
+        if name in _CORE:
+            from ucx_memh import core
 
-        return getattr(bundle, name)
-    if name == "mpi":  # loads mpi4py no sooner than its first window
-        from importlib import import_module
+            return getattr(core, name)
+        if name in _BUNDLE:
+            from ucx_memh import bundle
 
-        return import_module("ucx_memh.mpi")
-    if name == "__version__":  # pyproject.toml is the one place that says it
-        from importlib.metadata import version
+            return getattr(bundle, name)
+        if name == "mpi":  # loads mpi4py no sooner than its first window
+            from importlib import import_module
 
-        return version("ucx_memh")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return import_module("ucx_memh.mpi")
+        if name == "__version__":  # pyproject.toml is the one place that says it
+            from importlib.metadata import version
+
+            return version("ucx_memh")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

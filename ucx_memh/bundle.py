@@ -5,6 +5,7 @@ A thin layer over `Md`, `Memh` and `Rkey`; the block of bytes is the one that C'
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from ucx_memh.core import (
@@ -55,7 +56,7 @@ class Bundle:
 
         `flags` None: what the memory and each domain allow.  Raises what Md.mem_reg raises.
         """
-        return self._memhs({md: lambda md=md: md.mem_reg(buffer, flags) for md in self.mds})
+        return self._memhs({md: partial(md.mem_reg, buffer, flags) for md in self.mds})
 
     def rkey_unpack(self, block: "Buffer") -> "BundleRkey":
         """Unpack a block that BundleMemh.mkey_pack (or C's bundle_pack) made.
@@ -134,7 +135,7 @@ class BundleMemh:
         chosen = endpoints or {}
         return self.bundle._memhs(
             {
-                md: lambda md=md, memh=memh: memh.derive(offset, length, flags, chosen.get(md))
+                md: partial(memh.derive, offset, length, flags, chosen.get(md))
                 for md, memh in self.memhs.items()
             }
         )

@@ -88,6 +88,7 @@ class Option:
             return value if isinstance(value, bool) else _TRUTH.get(str.strip(value).lower())
         if isinstance(value, bool):
             return None
+        number: float
         if self.type is int:
             number = int(value, 0) if isinstance(value, str) else operator.index(value)
         else:

@@ -32,6 +32,7 @@ An error keeps the status that it was made from, so INVALID_ADDR and IO_ERROR ca
 import errno as _errno
 import os
 from array import array
+from typing import Any
 
 from ucx_memh.flags import Status
 
@@ -82,6 +83,9 @@ class MemhError(Exception):
     default_status: int | None = None
     default_errno: int | None = None
     statuses: "array[int] | None" = None
+    status: Status | int
+    errno: int | None
+    strerror: str | None
 
     def __init__(
         self,
@@ -101,7 +105,8 @@ class MemhError(Exception):
         self.context = {name: value for name, value in context.items() if value is not None}
         super().__init__(self._message())
         # After OSError's own __init__, which would set it from the arguments.
-        self.errno = self.context.get("errno", _ERRNO.get(self.status, self.default_errno))
+        number = self.context.get("errno", _ERRNO.get(self.status, self.default_errno))
+        self.errno = number if isinstance(number, int) else None
         if isinstance(self, OSError) and self.errno is not None:
             self.strerror = os.strerror(self.errno)
 
@@ -112,24 +117,24 @@ class MemhError(Exception):
         return f"{text} ({facts})" if facts else text
 
     def __str__(self) -> str:  # OSError's would say errno and strerror only
-        return self.args[0]
+        return str(self.args[0])
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (type(self), self.detail, self._fields()), self.__dict__
 
-    def _fields(self) -> dict[str, object]:
+    def _fields(self) -> dict[str, Any]:
         named = {"status": self.status, "op": self.op, "component": self.component}
         return {**self.context, **named}
 
 
-def _restore(cls: type[MemhError], detail: str, fields: dict[str, object]) -> MemhError:
+def _restore(cls: type[MemhError], detail: str, fields: dict[str, Any]) -> MemhError:
     return cls(detail, **fields)
 
 
 def _fact(name: str, value: object) -> str:
     if name in ("address", "syndrome", "rights") and isinstance(value, int):
         return f"{name}={int(value):#x}"
-    if name == "errno":
+    if name == "errno" and isinstance(value, int):
         return f"errno={value} {_errno.errorcode.get(value, '')}".rstrip()
     return f"{name}={value}"
 
@@ -257,9 +262,13 @@ class ForkedError(MemhError, RuntimeError):
 
 
 _KNOWN = frozenset(Status)
-_ERRNO = {Status.INVALID_ADDR: _errno.EFAULT, Status.CANCELED: _errno.ECANCELED}
+_ERRNO: dict[int, int] = {Status.INVALID_ADDR: _errno.EFAULT, Status.CANCELED: _errno.ECANCELED}
 _CLASSES: dict[int, type[MemhError]] = {
-    **{cls.default_status: cls for cls in MemhError.__subclasses__()},
+    **{
+        cls.default_status: cls
+        for cls in MemhError.__subclasses__()
+        if cls.default_status is not None
+    },
     Status.NO_RESOURCE: BusyError,
     Status.INVALID_ADDR: DeviceError,
     Status.EXCEEDS_LIMIT: InvalidParamError,

@@ -344,7 +344,7 @@ class Window:
         self, one_host: int, nbytes: int, revocable: bool, backends: Sequence[str] | None
     ) -> None:
         comm = self._comm
-        self._rank = comm.Get_rank()
+        self._rank: int = comm.Get_rank()
         self._agree("", lambda: _arguments(nbytes, backends))
         words = (bool(revocable), None if backends is None else tuple(backends))
         if len(set(comm.allgather(words))) > 1:

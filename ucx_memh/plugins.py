@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -28,6 +28,9 @@ from ucx_memh.resources import (
     ComponentInfo,
     MdResource,
 )
+
+if TYPE_CHECKING:
+    from ucx_memh.core import Md
 
 __all__ = ["Plugins", "components", "open_md", "query_mds"]
 
@@ -106,7 +109,7 @@ class Plugins:
                 record.became(UNAVAILABLE, error.detail, error)  # the environment's fault
         return found
 
-    def open_md(self, spec: str | MdResource, config: dict[str, Any]) -> Any:
+    def open_md(self, spec: str | MdResource, config: dict[str, Any]) -> "Md":
         """As ucx_memh.open_md."""
         if isinstance(spec, MdResource):
             resource, record = spec, self._record(spec.component)

@@ -270,7 +270,7 @@ class Probes:
                 guess = bytearray(raw)
                 guess[i] ^= change
                 if guess not in live:
-                    rkey = rig.forged_key(guess)
+                    rkey = rig.forged_key(bytes(guess))
                     outcomes[guess.hex()] = rig.access("get", rkey, base.address)
         if outcomes:
             self._judge(row, outcomes)

@@ -71,7 +71,7 @@ def _own(args: argparse.Namespace) -> int:
             links = [stack.enter_context(_local(role, md, args.config)) for role in ROLES]
         region = stack.enter_context(Region.load(args.file, args.size or 256, show))
         peers = [
-            stack.enter_context(Peer(role, md, link, host and host.link))
+            stack.enter_context(Peer(role, md, link, host.link if host else None))
             for role, link in zip(ROLES, links, strict=True)
         ]
         demo_story.tell(md, region, peers, show)

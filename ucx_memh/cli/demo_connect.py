@@ -66,7 +66,7 @@ def _reach(address: tuple[str, int], seconds: float, say: Callable) -> Link:
         except TimeoutError:
             why = "no answer"
         except (socket.gaierror, UnicodeError) as error:
-            why = getattr(error, "strerror", error)
+            why = getattr(error, "strerror", None) or str(error)
             raise OSError(f"cannot connect to {name}: {why}") from None
         except OSError as error:
             why = os.strerror(error.errno or errno.EIO)

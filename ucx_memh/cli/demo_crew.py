@@ -32,8 +32,8 @@ class Process:
         with sock:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ucx_memh.cli.demo_peer", json.dumps(task)],
-                stdin=sock,
-                stdout=sock,
+                stdin=sock.fileno(),
+                stdout=sock.fileno(),
                 pass_fds=() if account is None else (account,),
                 # Ctrl-C is for who started it: it ends when its socket does.
                 start_new_session=True,

@@ -111,13 +111,14 @@ class Gate:
         links = [*self.new, *([self.host.link] if self.host else [])]
         until = min([deadline, *self.new.values()])
         timeout = max(until - time.monotonic(), 0)
-        ready, _, _ = select.select([self.server, *links], [], [], timeout)
+        waited: list[socket.socket | Link] = [self.server, *links]
+        ready, _, _ = select.select(waited, [], [], timeout)
         now = time.monotonic()
         if now >= deadline:
             raise um.TimedOutError(f"no host came to run the peers for {seconds:g} s", op="demo")
         for link in ready:
-            if link is self.server:
-                sock, address = self.server.accept()
+            if isinstance(link, socket.socket):
+                sock, address = link.accept()
                 self.new[Link(sock, address_text(address))] = now + PATIENCE
             elif self.host and link is self.host.link:
                 self._hear_host()

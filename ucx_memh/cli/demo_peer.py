@@ -31,9 +31,9 @@ class PeerProcess:
         self.account = account
         self.md = um.open_md(resource, **config_of(config))
         self.endpoint = self.md.endpoint()
-        self.data: um.Rkey | None = None
-        self.counter: um.Rkey | None = None
-        self.raw: um.Rkey | None = None
+        self.data: um.Rkey  # by keys()
+        self.counter: um.Rkey
+        self.raw: um.Rkey
         # Registered once, or each bulk transfer would register its buffer for itself.
         self.memory = bytearray(CHUNK)
         rights = um.MemFlag.ACCESS_LOCAL_READ | um.MemFlag.ACCESS_LOCAL_WRITE

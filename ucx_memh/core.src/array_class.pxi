@@ -52,6 +52,9 @@ cdef class MemhArray:
             raise many_failure(self.each, self.count, i, self.op, <md_t *>self.md.md, NULL, {})
         return array_item(self, self.memhs[i])
 
+    def __iter__(self):
+        return map(self.__getitem__, range(self.count))
+
     def __enter__(self):
         return self
 
@@ -394,6 +397,9 @@ class PackedKeys:
     def __getitem__(self, index):
         start = range(len(self.lengths))[index] * self.stride
         return octets_of(self.data, start, self.lengths[index])
+
+    def __iter__(self):
+        return map(self.__getitem__, range(len(self.lengths)))
 
 
 cdef size_t many_pack(Handles handles, uint32_t flags, uint8_t *buffer, size_t stride,

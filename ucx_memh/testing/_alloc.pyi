@@ -1,8 +1,11 @@
 from types import TracebackType
 from typing import Self
 
+from typing_extensions import disjoint_base
+
 from ucx_memh.core import Memh
 
+@disjoint_base
 class PoisonAllocator:
     fill: int
     def __init__(self, fill: int = 0xA5, fail_at: int | None = None) -> None: ...

@@ -1,10 +1,13 @@
 from collections.abc import Iterable
 from typing import Literal
 
+from typing_extensions import disjoint_base
+
 from ucx_memh.core import Md
 
 OPERATIONS: tuple[str, ...]
 
+@disjoint_base
 class FakeDevice:
     @property
     def guid(self) -> int: ...

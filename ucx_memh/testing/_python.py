@@ -230,7 +230,8 @@ class PythonDevice:
 
     def ep_state(self, ep: Ep) -> EpState:
         self._enter("ep_state")
-        return ep.data.state
+        state: EpState = ep.data.state
+        return state
 
     def ep_post(self, ep: Ep, op: Transfer) -> Status | None:
         self._enter("ep_post")

@@ -5,7 +5,7 @@ from ucx_memh.config import Option
 
 __all__ = ["OPTIONS"]
 
-OPTIONS = (
+OPTIONS: tuple[Option, ...] = (
     Option("port", int, 0, "of the device; 0: the first", minimum=0, maximum=255),
     Option("gid_index", int, -1, "of the port; -1: chosen for it", minimum=-1, maximum=65535),
     Option(
