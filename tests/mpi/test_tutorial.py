@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """docs/mpi.md and the README: their programs print what they say."""
 
-import re
-
 import pytest
+
+from _pages import blocks
 
 pytestmark = [pytest.mark.source, pytest.mark.timeout(900)]
 
@@ -22,13 +22,8 @@ def prints(mpirun, tmp_path):
     return run
 
 
-def test_the_tutorial(prints, root):
-    text = (root / "docs" / "mpi.md").read_text()
-    program, said = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.S).groups()
-    assert prints(program) == said
-
-
-def test_the_readme(prints, root):
-    (program,) = re.findall(r"```py\n(.*?)```", (root / "README.md").read_text(), re.S)
-    (said,) = re.findall(r"print\(.*\) +# (.*)", program)
-    assert prints(program) == said + "\n"
+@pytest.mark.parametrize("page", ["docs/mpi.md", "README.md"])
+def test_the_program_of(page, prints, root):
+    (block,) = [block for block in blocks(root / page, "python") if "mpi4py" in block.code]
+    assert block.by == "tests/mpi/test_tutorial.py"
+    assert prints(block.code) == block.prints

@@ -2,7 +2,6 @@
 """Revocable keys to what pyverbs has registered; with the example of docs/adopting.md."""
 
 import errno
-import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import ucx_memh as um
+from _pages import blocks
 from _rawqp import SYSTEM, RawPeer, Wc, keys
 from ucx_memh import MemFlag
 
@@ -46,9 +46,9 @@ def pyverbs() -> Iterator[None]:
 @pytest.fixture
 def example(pyverbs: None) -> Iterator[SimpleNamespace]:
     """The names that it leaves behind."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/adopting.md").read_text(), re.S)
+    (block,) = blocks(ROOT / "docs/adopting.md", "python")
     names: dict[str, object] = {}
-    exec(compile(block, "docs/adopting.md", "exec"), names)
+    exec(compile(block.code, "docs/adopting.md", "exec"), names)
     example = SimpleNamespace(**names)
     yield example
     example.md.close(force=True)
