@@ -14,7 +14,7 @@ DIST   := build/dist
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \
           tests/test_demo.py tests/test_pack.py tests/ib_mlx5/test_rows.py tests/embed
 
-.PHONY: setup build demo test suite test-rxe test-gpu test-tsan test-asan costs bench bench-report bench-peers hotpath lint docs clean test-dist test-dist-smoke
+.PHONY: setup build demo test suite test-rxe test-gpu test-tsan test-asan costs bench bench-report bench-peers hotpath lint format docs clean test-dist test-dist-smoke
 .DELETE_ON_ERROR:
 .NOTPARALLEL:  # tests that count and time want the machine for themselves
 
@@ -115,10 +115,18 @@ $(VENV)/report.stamp $(VENV)/docs.stamp: $(VENV)/%.stamp: $(TOOLS)
 bench-peers: build
 	$(PY) -m bench.peers $(ARGS)
 
+# Of what git has, or of what is there where that is no clone.
+C_FILES = $(shell git ls-files '*.c' '*.h' '*.cpp' 2>/dev/null || \
+              find ucx_memh backends tests bench -name '*.[ch]' -o -name '*.cpp')
+
 lint: $(TOOLS)
 	$(VENV)/bin/ruff check --quiet --output-format concise .
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" cython-lint ucx_memh backends $(wildcard bench)
 	$(VENV)/bin/mypy --no-error-summary
+	$(VENV)/bin/clang-format --dry-run --Werror $(C_FILES)
+
+format: $(TOOLS)
+	$(VENV)/bin/clang-format -i $(C_FILES)
 
 # The site, in build/docs.
 docs: build $(VENV)/docs.stamp

@@ -87,7 +87,9 @@ static PyMethodDef thing_methods[] = {
 };
 
 static PyTypeObject thing_type = {
-    PyVarObject_HEAD_INIT(NULL, 0)
+    /* clang-format off */
+    PyVarObject_HEAD_INIT(NULL, 0) /* it ends with a comma of its own */
+    /* clang-format on */
     .tp_name = "floor.Thing",
     .tp_basicsize = sizeof(Thing),
     .tp_dealloc = thing_dealloc,

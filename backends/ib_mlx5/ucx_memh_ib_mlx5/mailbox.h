@@ -271,6 +271,7 @@ static inline uint64_t prm_out_mkey_index(const uint8_t *out)
 static inline const char *prm_status_name(uint8_t status)
 {
     switch (status) {
+    /* clang-format off */
     case 0x00: return "OK";
     case 0x01: return "INT_ERR";
     case 0x02: return "BAD_OP";
@@ -288,6 +289,7 @@ static inline const char *prm_status_name(uint8_t status)
     case 0x50: return "BAD_INPUT_LEN";
     case 0x51: return "BAD_OUTPUT_LEN";
     default: return "unknown status";
+    /* clang-format on */
     }
 }
 
