@@ -87,8 +87,7 @@ static PyMethodDef methods[] = {
      "readv(pid, address, into): process_vm_readv"},
     {"writev", (PyCFunction)(void (*)(void))bare_writev, METH_FASTCALL,
      "writev(pid, address, data): process_vm_writev"},
-    {"copy", (PyCFunction)(void (*)(void))bare_copy, METH_FASTCALL,
-     "copy(to, from): memcpy"},
+    {"copy", (PyCFunction)(void (*)(void))bare_copy, METH_FASTCALL, "copy(to, from): memcpy"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -8,10 +8,10 @@
 
 #include <ucx_memh/memh.h>
 
-#define MUST(condition)                                                                          \
-    do {                                                                                         \
-        if (!(condition))                                                                        \
-            return (void *)(size_t)__LINE__;                                                     \
+#define MUST(condition)                      \
+    do {                                     \
+        if (!(condition))                    \
+            return (void *)(size_t)__LINE__; \
     } while (0)
 
 static const ucxm_api_t *api;
@@ -36,7 +36,10 @@ static void *life(void *unused)
         MUST(api->ep_connect(ep[i], address[1 - i], length, &error) == UCXM_OK);
 
     for (int round = 0; round < rounds; ++round) {
-        ucxm_reg_params_t params = {.struct_size = sizeof(params), .address = (uint64_t)(size_t)memory, .length = sizeof(memory), .flags = UCXM_MEM_ACCESS_ALL | UCXM_MEM_DERIVED_ONLY};
+        ucxm_reg_params_t params = {.struct_size = sizeof(params),
+                                    .address = (uint64_t)(size_t)memory,
+                                    .length = sizeof(memory),
+                                    .flags = UCXM_MEM_ACCESS_ALL | UCXM_MEM_DERIVED_ONLY};
         ucxm_transfer_t transfer;
         ucxm_memh_t *base, *win;
         ucxm_rkey_t *rkey;
@@ -122,11 +125,16 @@ static char late_memory[64];
 
 static void *late(void *unused)
 {
-    ucxm_reg_params_t params = {.struct_size = sizeof(params), .address = (uint64_t)(size_t)late_memory, .length = sizeof(late_memory), .flags = UCXM_MEM_ACCESS_ALL};
-    ucxm_transfer_t transfer = {.struct_size = sizeof(transfer), .kind = UCXM_OP_GET,
+    ucxm_reg_params_t params = {.struct_size = sizeof(params),
+                                .address = (uint64_t)(size_t)late_memory,
+                                .length = sizeof(late_memory),
+                                .flags = UCXM_MEM_ACCESS_ALL};
+    ucxm_transfer_t transfer = {.struct_size = sizeof(transfer),
+                                .kind = UCXM_OP_GET,
                                 .rkey = late_rkey,
                                 .remote_address = (uint64_t)(size_t)late_memory,
-                                .local = late_memory, .length = 8};
+                                .local = late_memory,
+                                .length = 8};
     ucxm_memh_t *memh;
     ucxm_ep_t *ep;
     uint32_t state;
@@ -155,7 +163,10 @@ static void *late(void *unused)
 static void *late_c(void *unused)
 {
     ucxm_md_t *other;
-    ucxm_reg_params_t params = {.struct_size = sizeof(params), .address = (uint64_t)(size_t)late_memory, .length = sizeof(late_memory), .flags = UCXM_MEM_ACCESS_ALL};
+    ucxm_reg_params_t params = {.struct_size = sizeof(params),
+                                .address = (uint64_t)(size_t)late_memory,
+                                .length = sizeof(late_memory),
+                                .flags = UCXM_MEM_ACCESS_ALL};
     ucxm_memh_t *base, *win;
     ucxm_error_t error;
     char key[UCXM_KEY_MAX];
@@ -194,7 +205,10 @@ static void at_exit(void)
 /* What the C library calls when the interpreter has been taken down. */
 int call_late(const ucxm_api_t *table, ucxm_md_t *opened)
 {
-    ucxm_reg_params_t params = {.struct_size = sizeof(params), .address = (uint64_t)(size_t)late_memory, .length = sizeof(late_memory), .flags = UCXM_MEM_ACCESS_ALL};
+    ucxm_reg_params_t params = {.struct_size = sizeof(params),
+                                .address = (uint64_t)(size_t)late_memory,
+                                .length = sizeof(late_memory),
+                                .flags = UCXM_MEM_ACCESS_ALL};
     char key[UCXM_KEY_MAX];
     size_t length = sizeof(key);
     api = table;

@@ -73,7 +73,8 @@ static PyObject *enter(PyObject *self, PyObject *none)
     return Py_NewRef(self);
 }
 
-#define WITH_ARGUMENTS(function) (PyCFunction)(void (*)(void))function, METH_FASTCALL | METH_KEYWORDS
+#define WITH_ARGUMENTS(function) \
+    (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
 
 static PyMethodDef thing_methods[] = {
     {"call0", nothing_given, METH_NOARGS, NULL},
@@ -86,19 +87,22 @@ static PyMethodDef thing_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* The first macro ends with a comma of its own. */
+/* clang-format off */
 static PyTypeObject thing_type = {
-    /* clang-format off */
-    PyVarObject_HEAD_INIT(NULL, 0) /* it ends with a comma of its own */
-    /* clang-format on */
+    PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "floor.Thing",
     .tp_basicsize = sizeof(Thing),
     .tp_dealloc = thing_dealloc,
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_methods = thing_methods,
 };
+/* clang-format on */
 
 static struct PyModuleDef module = {
-    PyModuleDef_HEAD_INIT, .m_name = "floor", .m_size = -1,
+    PyModuleDef_HEAD_INIT,
+    .m_name = "floor",
+    .m_size = -1,
 };
 
 PyMODINIT_FUNC PyInit_floor(void)

@@ -142,8 +142,8 @@ INLINE double derive_and_end(const ucxm_api_t *api, ucxm_memh_t *base, size_t co
     double start = now_ns();
     for (size_t i = 0; i < count; ++i) {
         ucxm_memh_t *memh;
-        ucxm_status_t status = api->mem_derive(base, 0, UCXM_LENGTH_REST, UCXM_RIGHTS_ALL, NULL,
-                                               &memh, NULL);
+        ucxm_status_t status =
+            api->mem_derive(base, 0, UCXM_LENGTH_REST, UCXM_RIGHTS_ALL, NULL, &memh, NULL);
         if (status == UCXM_OK)
             status = end(api, memh, pack, closing);
         if (status != UCXM_OK)
@@ -204,9 +204,8 @@ LOOP double loop_unpack(const ucxm_api_t *api, ucxm_md_t *md, const void *key, s
     return now_ns() - start;
 }
 
-static double transfer(const ucxm_api_t *api, ucxm_op_kind_t kind, ucxm_ep_t *ep,
-                       ucxm_rkey_t *rkey, uint64_t remote, void *local, size_t length,
-                       size_t count)
+static double transfer(const ucxm_api_t *api, ucxm_op_kind_t kind, ucxm_ep_t *ep, ucxm_rkey_t *rkey,
+                       uint64_t remote, void *local, size_t length, size_t count)
 {
     ucxm_transfer_t transfer = {.struct_size = sizeof(transfer)};
     transfer.kind = kind;

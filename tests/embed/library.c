@@ -32,8 +32,10 @@ PyObject *lib_wrap(PyObject *md, ucxm_memh_t *memh)
 
 int32_t lib_register(ucxm_md_t *md, void *memory, size_t length, ucxm_memh_t **memh)
 {
-    ucxm_reg_params_t params = {.struct_size = sizeof(params), .address = (uintptr_t)memory,
-                                .length = length, .flags = UCXM_MEM_ACCESS_ALL};
+    ucxm_reg_params_t params = {.struct_size = sizeof(params),
+                                .address = (uintptr_t)memory,
+                                .length = length,
+                                .flags = UCXM_MEM_ACCESS_ALL};
 
     return ucxm->mem_reg(md, &params, memh, NULL);
 }
@@ -41,8 +43,8 @@ int32_t lib_register(ucxm_md_t *md, void *memory, size_t length, ucxm_memh_t **m
 int32_t lib_grant(ucxm_memh_t *base, uint64_t offset, uint64_t length, void *key, size_t *size,
                   ucxm_memh_t **window)
 {
-    ucxm_status_t status = ucxm->mem_derive(base, offset, length, UCXM_MEM_ACCESS_REMOTE_GET, NULL,
-                                            window, NULL);
+    ucxm_status_t status =
+        ucxm->mem_derive(base, offset, length, UCXM_MEM_ACCESS_REMOTE_GET, NULL, window, NULL);
 
     return status == UCXM_OK ? ucxm->mkey_pack(*window, 0, key, size, NULL) : status;
 }

@@ -15,21 +15,21 @@
 
 enum { THREADS = 4, PART = 4096, ROUNDS = 50, MANY = 16 };
 
-#define CHECK(condition)                                                                  \
-    do {                                                                                  \
-        if (!(condition)) {                                                               \
-            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);              \
-            exit(1);                                                                      \
-        }                                                                                 \
+#define CHECK(condition)                                                    \
+    do {                                                                    \
+        if (!(condition)) {                                                 \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            exit(1);                                                        \
+        }                                                                   \
     } while (0)
-#define GOOD(status)                                                                      \
-    do {                                                                                  \
-        ucxm_status_t status_ = (status);                                                 \
-        if (status_ != UCXM_OK) {                                                         \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__,                       \
-                    ucxm->status_name(status_), error.text);                              \
-            exit(1);                                                                      \
-        }                                                                                 \
+#define GOOD(status)                                                                           \
+    do {                                                                                       \
+        ucxm_status_t status_ = (status);                                                      \
+        if (status_ != UCXM_OK) {                                                              \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, ucxm->status_name(status_), \
+                    error.text);                                                               \
+            exit(1);                                                                           \
+        }                                                                                      \
     } while (0)
 
 static const ucxm_api_t *ucxm;
@@ -157,8 +157,10 @@ static void *work(void *arg)
 /* The same memory for peers near and far: one block of bytes with both keys. */
 static void bundle(void)
 {
-    ucxm_reg_params_t params = {.struct_size = sizeof(params), .address = (uintptr_t)memory,
-                                .length = sizeof(memory), .flags = UCXM_MEM_ACCESS_RMA};
+    ucxm_reg_params_t params = {.struct_size = sizeof(params),
+                                .address = (uintptr_t)memory,
+                                .length = sizeof(memory),
+                                .flags = UCXM_MEM_ACCESS_RMA};
     ucxm_md_t *mds[2] = {md, NULL};
     ucxm_memh_t *memhs[2];
     ucxm_rkey_t *rkeys[2];
@@ -197,7 +199,8 @@ int main(int argc, char **argv)
 {
     ucxm_md_stats_t stats = {.struct_size = sizeof(stats)};
     ucxm_md_info_t info = {.struct_size = sizeof(info)};
-    ucxm_reg_params_t params = {.struct_size = sizeof(params), .address = (uintptr_t)memory,
+    ucxm_reg_params_t params = {.struct_size = sizeof(params),
+                                .address = (uintptr_t)memory,
                                 .length = sizeof(memory),
                                 .flags = UCXM_MEM_ACCESS_ALL | UCXM_MEM_DERIVED_ONLY};
     ucxm_setting_t setting;

@@ -32,8 +32,9 @@ int race_init(void)
 
 void *race_pointer(PyObject *object, int kind)
 {
-    return kind == 0 ? (void *)objects->md(object)
-                     : kind == 1 ? (void *)objects->memh(object) : (void *)objects->ep(object);
+    return kind == 0   ? (void *)objects->md(object)
+           : kind == 1 ? (void *)objects->memh(object)
+                       : (void *)objects->ep(object);
 }
 
 static void note(struct shared *all, ucxm_status_t status)
@@ -153,8 +154,8 @@ int race_first_pack(ucxm_memh_t *base)
         pthread_join(threads[i], NULL);
     pthread_barrier_destroy(&all.start);
     for (int i = 1; i < PACKERS; i++)
-        different += all.sizes[i] != all.sizes[0] ||
-                     memcmp(all.keys[i], all.keys[0], all.sizes[0]) != 0;
+        different +=
+            all.sizes[i] != all.sizes[0] || memcmp(all.keys[i], all.keys[0], all.sizes[0]) != 0;
     ucxm->memh_release(all.memh);
     return all.odd ? -all.odd : different;
 }

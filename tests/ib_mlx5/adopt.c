@@ -10,12 +10,12 @@
 #include <stdio.h>
 #include <string.h>
 
-#define MUST(condition)                                                                          \
-    do {                                                                                         \
-        if (!(condition)) {                                                                      \
-            printf("line %d: %s [%s]\n", __LINE__, #condition, error.text);                      \
-            return __LINE__;                                                                     \
-        }                                                                                        \
+#define MUST(condition)                                                     \
+    do {                                                                    \
+        if (!(condition)) {                                                 \
+            printf("line %d: %s [%s]\n", __LINE__, #condition, error.text); \
+            return __LINE__;                                                \
+        }                                                                   \
     } while (0)
 
 enum { SIZE = 8192, EVERY = 0x1f };
@@ -103,7 +103,9 @@ static int open_md(const char *component, const char *name, const char *value, u
 {
     char numbers[2][24];
     const ucxm_setting_t settings[] = {
-        {name, value}, {"context", numbers[0]}, {"pd", numbers[1]},
+        {name, value},
+        {"context", numbers[0]},
+        {"pd", numbers[1]},
     };
 
     snprintf(numbers[0], sizeof(numbers[0]), "%" PRIuPTR, (uintptr_t)context);

@@ -15,8 +15,16 @@ struct tensor {
     void *shape, *strides;
     uint64_t offset;
 };
-struct managed { struct tensor tensor; int64_t *lent; void (*deleter)(void *); };
-struct versioned { uint32_t version[2]; int64_t *lent; void (*deleter)(void *); };
+struct managed {
+    struct tensor tensor;
+    int64_t *lent;
+    void (*deleter)(void *);
+};
+struct versioned {
+    uint32_t version[2];
+    int64_t *lent;
+    void (*deleter)(void *);
+};
 
 API void softcuda_give_back(struct managed *managed)
 {

@@ -9,7 +9,7 @@
 int sc_devices;
 int sc_physical[MAX_DEVICES];
 
-static CUcontext contexts;              /* ended ones stay: their pointers may still be asked for */
+static CUcontext contexts; /* ended ones stay: their pointers may still be asked for */
 static CUcontext primaries[MAX_DEVICES];
 static unsigned long long context_id;
 static __thread CUcontext stack[32];
@@ -111,11 +111,11 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     VALUE(value && attribute > 0 && attribute < 256);
     REQUIRE(is_device(device), CUDA_ERROR_INVALID_DEVICE);
     switch (attribute) {
-    case 16:  /* MULTIPROCESSOR_COUNT */
-    case 40:  /* ASYNC_ENGINE_COUNT */
-    case 41:  /* UNIFIED_ADDRESSING */
-    case 83:  /* MANAGED_MEMORY */
-    case 89:  /* CONCURRENT_MANAGED_ACCESS */
+    case 16: /* MULTIPROCESSOR_COUNT */
+    case 40: /* ASYNC_ENGINE_COUNT */
+    case 41: /* UNIFIED_ADDRESSING */
+    case 83: /* MANAGED_MEMORY */
+    case 89: /* CONCURRENT_MANAGED_ACCESS */
     case 102: /* VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
     case 103: /* HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED */
     case 110: /* GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED */

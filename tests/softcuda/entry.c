@@ -22,8 +22,14 @@ struct rule { /* the nth call from when it was made fails; with 0, each one */
 static struct rule *rules;
 static int environment_read;
 
-static void before_fork(void) { pthread_mutex_lock(&sc_lock); }
-static void in_parent(void) { pthread_mutex_unlock(&sc_lock); }
+static void before_fork(void)
+{
+    pthread_mutex_lock(&sc_lock);
+}
+static void in_parent(void)
+{
+    pthread_mutex_unlock(&sc_lock);
+}
 static void in_child(void)
 {
     forked |= initialized; /* the driver does not survive a fork, nor can it begin anew */
@@ -158,7 +164,10 @@ API CUresult cuDriverGetVersion(int *version)
     return CUDA_SUCCESS;
 }
 
-static const struct { CUresult code; const char *name, *text; } errors[] = {
+static const struct {
+    CUresult code;
+    const char *name, *text;
+} errors[] = {
 #define E(name, text) {CUDA_##name, "CUDA_" #name, text}
     E(SUCCESS, "no error"),
     E(ERROR_INVALID_VALUE, "invalid argument"),
@@ -206,7 +215,10 @@ API CUresult cuGetErrorString(CUresult code, const char **out)
 }
 
 /* Since which version the newer functions are there, as far as somebody may ask for them. */
-static const struct { const char *name; int since; } news[] = {
+static const struct {
+    const char *name;
+    int since;
+} news[] = {
     {"cuGetProcAddress_v2", 12000},
     {"cuCtxGetId", 12000},
     {"cuDeviceGetUuid_v2", 11040},

@@ -586,9 +586,22 @@ static int ordinal_of(const struct range *range)
 static size_t size_of(int attribute)
 {
     switch (attribute) {
-    case 1: case 3: case 4: case 7: case 11: case 12: case 14: case 17:
+    case 1:
+    case 3:
+    case 4:
+    case 7:
+    case 11:
+    case 12:
+    case 14:
+    case 17:
         return 8;
-    case 2: case 6: case 8: case 9: case 10: case 13: case 15:
+    case 2:
+    case 6:
+    case 8:
+    case 9:
+    case 10:
+    case 13:
+    case 15:
         return 4;
     default:
         return 0;

@@ -25,8 +25,8 @@ _Static_assert(sizeof(struct wire) <= sizeof(CUipcMemHandle), "does not fit");
 static void seal(void *out, const char *magic, const struct backing *mem, unsigned long long id,
                  size_t offset, size_t size)
 {
-    struct wire wire = {"", getpid(), mem->fd, sc_ledger, mem->device, sc_ledger_inode, id,
-                        offset, size};
+    struct wire wire = {"", getpid(), mem->fd, sc_ledger, mem->device, sc_ledger_inode,
+                        id, offset,   size};
 
     memcpy(wire.magic, magic, 8);
     memset(out, 0, 64);

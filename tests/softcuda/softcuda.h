@@ -22,9 +22,15 @@ typedef struct event *CUevent;
 typedef struct pool *CUmemoryPool;
 typedef unsigned long long CUmemGenericAllocationHandle;
 
-typedef struct { char bytes[16]; } CUuuid;
-typedef struct { char reserved[64]; } CUipcMemHandle;
-typedef struct { int type, id; } CUmemLocation;
+typedef struct {
+    char bytes[16];
+} CUuuid;
+typedef struct {
+    char reserved[64];
+} CUipcMemHandle;
+typedef struct {
+    int type, id;
+} CUmemLocation;
 typedef struct {
     int type;
     int requestedHandleTypes;
@@ -36,7 +42,10 @@ typedef struct {
         unsigned char reserved[4];
     } allocFlags;
 } CUmemAllocationProp;
-typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
+typedef struct {
+    CUmemLocation location;
+    int flags;
+} CUmemAccessDesc;
 typedef struct {
     int allocType, handleTypes;
     CUmemLocation location;
@@ -81,7 +90,7 @@ enum { IPC_LAZY_ENABLE_PEER_ACCESS = 1, RANGE_DMA_BUF_FD = 1, STREAM_NON_BLOCKIN
 #define API __attribute__((visibility("default")))
 enum { MAX_DEVICES = 8 };
 #define BLOCK_SIZE ((size_t)2 << 20) /* what the driver takes from the device at a time */
-#define GRANULE ((size_t)512)        /* cuMemAlloc's alignment within a block */
+#define GRANULE    ((size_t)512)        /* cuMemAlloc's alignment within a block */
 
 /* ---- entry.c ---- */
 
@@ -97,16 +106,16 @@ CUresult sc_enter(struct call *call, enum need need);
 void sc_leave(void *);
 
 /* First line of each function: takes the lock, counts, and returns if it must fail. */
-#define CALL(need)                                                                                 \
-    static struct call call_ = {__func__, 0, NULL};                                                \
-    __attribute__((cleanup(sc_leave), unused)) int locked_ = pthread_mutex_lock(&sc_lock);         \
-    CUresult error_ = sc_enter(&call_, need);                                                      \
-    if (error_)                                                                                    \
-        return error_
-#define REQUIRE(condition, error)                                                                  \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            return error;                                                                          \
+#define CALL(need)                                                                         \
+    static struct call call_ = {__func__, 0, NULL};                                        \
+    __attribute__((cleanup(sc_leave), unused)) int locked_ = pthread_mutex_lock(&sc_lock); \
+    CUresult error_ = sc_enter(&call_, need);                                              \
+    if (error_)                                                                            \
+    return error_
+#define REQUIRE(condition, error) \
+    do {                          \
+        if (!(condition))         \
+            return error;         \
     } while (0)
 #define VALUE(condition) REQUIRE(condition, CUDA_ERROR_INVALID_VALUE)
 

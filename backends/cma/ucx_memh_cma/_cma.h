@@ -34,7 +34,7 @@
 /* The kernel moves no more than this in one call (MAX_RW_COUNT, 4 KiB pages). */
 #define CMA_MAX_BYTES 0x7ffff000ul
 /* Elements per call; below the kernel's IOV_MAX of 1024, and small enough for a stack. */
-#define CMA_WINDOW 128
+#define CMA_WINDOW    128
 
 /* ---- atomics -------------------------------------------------------------- */
 

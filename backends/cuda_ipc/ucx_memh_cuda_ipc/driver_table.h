@@ -36,25 +36,25 @@ _Static_assert(sizeof(cu_handle_t) == 64, "CUipcMemHandle");
 _Static_assert(sizeof(cu_access_t) == 12, "CUmemAccessDesc");
 
 enum { /* CUresult */
-    CU_SUCCESS = 0,
-    CU_OUT_OF_MEMORY = 2,
-    CU_NOT_INITIALIZED = 3,
-    CU_DEINITIALIZED = 4,
-    CU_NO_DEVICE = 100,
-    CU_INVALID_CONTEXT = 201,
-    CU_ALREADY_MAPPED = 208,
-    CU_NOT_FOUND = 500,
-    CU_NOT_READY = 600
+       CU_SUCCESS = 0,
+       CU_OUT_OF_MEMORY = 2,
+       CU_NOT_INITIALIZED = 3,
+       CU_DEINITIALIZED = 4,
+       CU_NO_DEVICE = 100,
+       CU_INVALID_CONTEXT = 201,
+       CU_ALREADY_MAPPED = 208,
+       CU_NOT_FOUND = 500,
+       CU_NOT_READY = 600
 };
 
 enum { /* CUpointer_attribute */
-    CU_ATTRIBUTE_MEMORY_TYPE = 2,
-    CU_ATTRIBUTE_BUFFER_ID = 7,
-    CU_ATTRIBUTE_IS_MANAGED = 8,
-    CU_ATTRIBUTE_DEVICE_ORDINAL = 9,
-    CU_ATTRIBUTE_LEGACY_CAPABLE = 10,
-    CU_ATTRIBUTE_HANDLE_TYPES = 14,
-    CU_ATTRIBUTE_MEMPOOL = 17 /* since 11.2 */
+       CU_ATTRIBUTE_MEMORY_TYPE = 2,
+       CU_ATTRIBUTE_BUFFER_ID = 7,
+       CU_ATTRIBUTE_IS_MANAGED = 8,
+       CU_ATTRIBUTE_DEVICE_ORDINAL = 9,
+       CU_ATTRIBUTE_LEGACY_CAPABLE = 10,
+       CU_ATTRIBUTE_HANDLE_TYPES = 14,
+       CU_ATTRIBUTE_MEMPOOL = 17 /* since 11.2 */
 };
 
 enum {

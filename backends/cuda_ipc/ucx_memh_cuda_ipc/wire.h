@@ -76,9 +76,9 @@ static inline void cu_count(uint64_t *counter, uint64_t n)
 
 #define WIRE_VERSION 1
 /* How the allocation can be had; the last two may go together. */
-#define WIRE_LEGACY 1u
-#define WIRE_FD     2u
-#define WIRE_FABRIC 4u
+#define WIRE_LEGACY  1u
+#define WIRE_FD      2u
+#define WIRE_FABRIC  4u
 
 #define WIRE_SIZE_SHORT 64 /* with a descriptor only */
 #define WIRE_SIZE       128

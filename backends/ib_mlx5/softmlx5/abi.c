@@ -390,13 +390,9 @@ NOT_HERE_INT(mlx5dv_devx_subscribe_devx_event, struct mlx5dv_devx_event_channel 
              struct mlx5dv_devx_obj *obj UNUSED, uint16_t size UNUSED, uint16_t nums[] UNUSED,
              uint64_t cookie UNUSED)
 
-EXPORT void mlx5dv_devx_free_uar(struct mlx5dv_devx_uar *uar UNUSED)
-{
-}
+EXPORT void mlx5dv_devx_free_uar(struct mlx5dv_devx_uar *uar UNUSED) {}
 
-EXPORT void mlx5dv_devx_destroy_event_channel(struct mlx5dv_devx_event_channel *ch UNUSED)
-{
-}
+EXPORT void mlx5dv_devx_destroy_event_channel(struct mlx5dv_devx_event_channel *ch UNUSED) {}
 
 EXPORT ssize_t mlx5dv_devx_get_event(struct mlx5dv_devx_event_channel *ch UNUSED,
                                      struct mlx5dv_devx_async_event_hdr *ev UNUSED,

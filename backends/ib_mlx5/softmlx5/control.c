@@ -73,9 +73,9 @@ static unsigned nfaults;
 static _Atomic bool faults_armed; /* keeps the lock off the command path in normal use */
 
 static const char *const fault_commands[] = {
-    "create_mkey", "destroy_mkey", "query_mkey", "query_hca_cap", "reg_mr",   "dereg_mr",
-    "alloc_pd",    "create_cq",    "create_qp",  "modify_qp",     "umem_reg", "bind_mw",
-    "local_inv",
+    "create_mkey", "destroy_mkey", "query_mkey", "query_hca_cap", "reg_mr",
+    "dereg_mr",    "alloc_pd",     "create_cq",  "create_qp",     "modify_qp",
+    "umem_reg",    "bind_mw",      "local_inv",
 };
 
 static bool fault_set_key(struct fault *f, const char *key, const char *value)
@@ -196,7 +196,7 @@ void sm_command_delay(void)
 enum { GATE_OFF = -1 };
 
 static _Atomic int64_t gate_left = GATE_OFF; /* chunks still to let through */
-static _Atomic uint32_t gate_epoch;          /* futex: bumped whenever the gate is opened or set */
+static _Atomic uint32_t gate_epoch; /* futex: bumped whenever the gate is opened or set */
 
 void sm_gate_chunk(void)
 {

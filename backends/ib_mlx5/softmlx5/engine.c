@@ -331,8 +331,8 @@ static void go_to_sleep(struct sm_ctx *ctx, uint64_t next)
     atomic_store(&eng->bell->sleeping, 1);
     /* Looking again after saying so: a bell in between is not lost. The bell of a stop may have been
      * collected in this very turn. */
-    poll_events(ctx, atomic_load(&eng->bell->summary) || atomic_load(&eng->stop) ? 0
-                                                                                 : ms_until(next));
+    poll_events(ctx,
+                atomic_load(&eng->bell->summary) || atomic_load(&eng->stop) ? 0 : ms_until(next));
     atomic_store(&eng->bell->sleeping, 0);
 }
 

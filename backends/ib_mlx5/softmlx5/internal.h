@@ -29,11 +29,11 @@
 
 #include "softmlx5.h"
 
-#define EXPORT __attribute__((visibility("default")))
-#define ARRAY_SIZE(a) (sizeof(a) / sizeof((a)[0]))
+#define EXPORT                        __attribute__((visibility("default")))
+#define ARRAY_SIZE(a)                 (sizeof(a) / sizeof((a)[0]))
 #define container_of(p, type, member) ((type *)((char *)(p) - offsetof(type, member)))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define MIN(a, b)                     ((a) < (b) ? (a) : (b))
+#define MAX(a, b)                     ((a) > (b) ? (a) : (b))
 
 enum {
     SM_MAX_QP_WR = 16384,

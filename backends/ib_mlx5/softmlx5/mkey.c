@@ -10,10 +10,10 @@
 
 #include <sys/mman.h>
 
-#define REF_LIVE (1u << 31)
+#define REF_LIVE    (1u << 31)
 #define REF_BLOCKED (1u << 30)
-#define REF_WAITED (1u << 29)
-#define REF_COUNT (REF_WAITED - 1)
+#define REF_WAITED  (1u << 29)
+#define REF_COUNT   (REF_WAITED - 1)
 
 /* ---- references ------------------------------------------------------------------------------ */
 

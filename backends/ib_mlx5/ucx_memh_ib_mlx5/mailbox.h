@@ -43,45 +43,45 @@ static inline uint64_t prm_get(const uint8_t *box, unsigned offset, unsigned wid
 
 /* ---- any command --------------------------------------------------------- */
 
-#define PRM_OPCODE        0x00, 16
-#define PRM_OP_MOD        0x30, 16
-#define PRM_OUT_STATUS    0x00, 8
-#define PRM_OUT_SYNDROME  0x20, 32
+#define PRM_OPCODE       0x00, 16
+#define PRM_OP_MOD       0x30, 16
+#define PRM_OUT_STATUS   0x00, 8
+#define PRM_OUT_SYNDROME 0x20, 32
 
 enum {
     PRM_OP_QUERY_HCA_CAP = 0x100,
-    PRM_OP_CREATE_MKEY   = 0x200,
+    PRM_OP_CREATE_MKEY = 0x200,
 };
 
 /* ---- CREATE_MKEY --------------------------------------------------------- */
 
 enum {
-    PRM_CREATE_MKEY_IN_SIZE  = 272, /* and the translation entries */
+    PRM_CREATE_MKEY_IN_SIZE = 272, /* and the translation entries */
     PRM_CREATE_MKEY_OUT_SIZE = 16,
-    PRM_KLM_SIZE             = 16,
-    PRM_MKC_OFFSET           = 16, /* bytes, in create_mkey_in */
-    PRM_ACCESS_MODE_KLM      = 2,
-    PRM_ACCESS_MODE_KSM      = 3,
-    PRM_QPN_ANY              = 0xffffff,
+    PRM_KLM_SIZE = 16,
+    PRM_MKC_OFFSET = 16, /* bytes, in create_mkey_in */
+    PRM_ACCESS_MODE_KLM = 2,
+    PRM_ACCESS_MODE_KSM = 3,
+    PRM_QPN_ANY = 0xffffff,
 };
 
 /* create_mkey_in */
 #define PRM_TRANSLATIONS_OCTWORD_ACTUAL_SIZE 0x300, 32
 
 /* mkc, the memory key context */
-#define PRM_MKC_A                        0x11, 1
-#define PRM_MKC_RW                       0x12, 1
-#define PRM_MKC_RR                       0x13, 1
-#define PRM_MKC_LW                       0x14, 1
-#define PRM_MKC_LR                       0x15, 1
-#define PRM_MKC_ACCESS_MODE_1_0          0x16, 2
-#define PRM_MKC_QPN                      0x20, 24
-#define PRM_MKC_MKEY_7_0                 0x38, 8
-#define PRM_MKC_PD                       0x68, 24
-#define PRM_MKC_START_ADDR               0x80, 64
-#define PRM_MKC_LEN                      0xc0, 64
+#define PRM_MKC_A                         0x11, 1
+#define PRM_MKC_RW                        0x12, 1
+#define PRM_MKC_RR                        0x13, 1
+#define PRM_MKC_LW                        0x14, 1
+#define PRM_MKC_LR                        0x15, 1
+#define PRM_MKC_ACCESS_MODE_1_0           0x16, 2
+#define PRM_MKC_QPN                       0x20, 24
+#define PRM_MKC_MKEY_7_0                  0x38, 8
+#define PRM_MKC_PD                        0x68, 24
+#define PRM_MKC_START_ADDR                0x80, 64
+#define PRM_MKC_LEN                       0xc0, 64
 #define PRM_MKC_TRANSLATIONS_OCTWORD_SIZE 0x1a0, 32
-#define PRM_MKC_LOG_ENTITY_SIZE          0x1db, 5
+#define PRM_MKC_LOG_ENTITY_SIZE           0x1db, 5
 
 /* klm, also used for ksm entries */
 #define PRM_KLM_BYTE_COUNT 0x00, 32
@@ -113,11 +113,11 @@ typedef struct mlx5_mkey {
  * list is a multiple of 64 bytes. */
 static inline void mlx5_mkey_klm(mlx5_mkey_t *mkey, uint64_t address, uint64_t length)
 {
-    mkey->mode      = PRM_ACCESS_MODE_KLM;
-    mkey->start     = address;
-    mkey->length    = length;
-    mkey->exact     = length;
-    mkey->entries   = length / MLX5_ENTITY + (length % MLX5_ENTITY != 0);
+    mkey->mode = PRM_ACCESS_MODE_KLM;
+    mkey->start = address;
+    mkey->length = length;
+    mkey->exact = length;
+    mkey->entries = length / MLX5_ENTITY + (length % MLX5_ENTITY != 0);
     mkey->list_size = (mkey->entries + 3) & ~3ull;
 }
 
@@ -130,11 +130,11 @@ static inline void mlx5_mkey_ksm(mlx5_mkey_t *mkey, uint64_t address, uint64_t l
     uint64_t before = address % MLX5_ENTITY;
 
     length += before;
-    mkey->mode      = PRM_ACCESS_MODE_KSM;
-    mkey->start     = address - before;
-    mkey->length    = (length + atomic_align - 1) & ~(atomic_align - 1);
-    mkey->exact     = 0;
-    mkey->entries   = (length + page + MLX5_ENTITY - 1) / MLX5_ENTITY;
+    mkey->mode = PRM_ACCESS_MODE_KSM;
+    mkey->start = address - before;
+    mkey->length = (length + atomic_align - 1) & ~(atomic_align - 1);
+    mkey->exact = 0;
+    mkey->entries = (length + page + MLX5_ENTITY - 1) / MLX5_ENTITY;
     mkey->list_size = mkey->entries;
 }
 
@@ -146,8 +146,8 @@ static inline size_t mlx5_create_mkey_size(const mlx5_mkey_t *mkey)
 /* Fills `box`, mlx5_create_mkey_size() zeroed bytes. */
 static inline void mlx5_create_mkey_fill(uint8_t *box, const mlx5_mkey_t *mkey)
 {
-    uint8_t *mkc    = box + PRM_MKC_OFFSET;
-    uint8_t *entry  = box + PRM_CREATE_MKEY_IN_SIZE;
+    uint8_t *mkc = box + PRM_MKC_OFFSET;
+    uint8_t *entry = box + PRM_CREATE_MKEY_IN_SIZE;
     uint64_t count, offset, i;
 
     prm_set(box, PRM_OPCODE, PRM_OP_CREATE_MKEY);
@@ -169,7 +169,7 @@ static inline void mlx5_create_mkey_fill(uint8_t *box, const mlx5_mkey_t *mkey)
     }
     for (i = 0; i < mkey->entries; ++i, entry += PRM_KLM_SIZE) {
         offset = i * MLX5_ENTITY;
-        count  = MLX5_ENTITY;
+        count = MLX5_ENTITY;
         if ((mkey->mode == PRM_ACCESS_MODE_KLM) && (mkey->exact - offset < count)) {
             count = mkey->exact - offset;
         }
@@ -182,12 +182,12 @@ static inline void mlx5_create_mkey_fill(uint8_t *box, const mlx5_mkey_t *mkey)
 /* ---- QUERY_HCA_CAP ------------------------------------------------------- */
 
 enum {
-    PRM_QUERY_HCA_CAP_IN_SIZE  = 16,
+    PRM_QUERY_HCA_CAP_IN_SIZE = 16,
     PRM_QUERY_HCA_CAP_OUT_SIZE = 4112,
-    PRM_CAP_OFFSET             = 16, /* bytes, in query_hca_cap_out */
-    PRM_CAP_GENERAL            = 0,
-    PRM_CAP_ATOMIC             = 3,
-    PRM_CAP_CURRENT            = 1,
+    PRM_CAP_OFFSET = 16, /* bytes, in query_hca_cap_out */
+    PRM_CAP_GENERAL = 0,
+    PRM_CAP_ATOMIC = 3,
+    PRM_CAP_CURRENT = 1,
 };
 
 /* cmd_hca_cap */
@@ -204,7 +204,7 @@ enum {
 
 enum {
     PRM_ATOMIC_COMPARE_SWAP = 1,
-    PRM_ATOMIC_FETCH_ADD    = 2,
+    PRM_ATOMIC_FETCH_ADD = 2,
 };
 
 typedef struct mlx5_caps {
@@ -227,12 +227,12 @@ static inline void mlx5_caps_general(mlx5_caps_t *caps, const uint8_t *out)
 {
     const uint8_t *cap = out + PRM_CAP_OFFSET;
 
-    caps->max_klm_list               = 1ull << prm_get(cap, PRM_CAP_LOG_MAX_KLM_LIST_SIZE);
-    caps->max_indirection            = (uint8_t)prm_get(cap, PRM_CAP_MAX_INDIRECTION);
-    caps->fixed_buffer_size          = (uint8_t)prm_get(cap, PRM_CAP_FIXED_BUFFER_SIZE);
+    caps->max_klm_list = 1ull << prm_get(cap, PRM_CAP_LOG_MAX_KLM_LIST_SIZE);
+    caps->max_indirection = (uint8_t)prm_get(cap, PRM_CAP_MAX_INDIRECTION);
+    caps->fixed_buffer_size = (uint8_t)prm_get(cap, PRM_CAP_FIXED_BUFFER_SIZE);
     caps->umr_modify_atomic_disabled = (uint8_t)prm_get(cap, PRM_CAP_UMR_MODIFY_ATOMIC_DISABLED);
     caps->umr_indirect_mkey_disabled = (uint8_t)prm_get(cap, PRM_CAP_UMR_INDIRECT_MKEY_DISABLED);
-    caps->atomic                     = (uint8_t)prm_get(cap, PRM_CAP_ATOMIC_FLAG);
+    caps->atomic = (uint8_t)prm_get(cap, PRM_CAP_ATOMIC_FLAG);
 }
 
 /* 64-bit compare-swap and fetch-add, or none. */
@@ -240,8 +240,8 @@ static inline void mlx5_caps_atomic(mlx5_caps_t *caps, const uint8_t *out)
 {
     const uint8_t *cap = out + PRM_CAP_OFFSET;
     unsigned operations = (unsigned)prm_get(cap, PRM_ATOMIC_OPERATIONS);
-    unsigned sizes      = (unsigned)prm_get(cap, PRM_ATOMIC_SIZE_QP);
-    unsigned both       = PRM_ATOMIC_COMPARE_SWAP | PRM_ATOMIC_FETCH_ADD;
+    unsigned sizes = (unsigned)prm_get(cap, PRM_ATOMIC_SIZE_QP);
+    unsigned both = PRM_ATOMIC_COMPARE_SWAP | PRM_ATOMIC_FETCH_ADD;
 
     caps->atomic_align = 0;
     if (((operations & both) == both) && (sizes & 8)) {
@@ -271,7 +271,7 @@ static inline uint64_t prm_out_mkey_index(const uint8_t *out)
 static inline const char *prm_status_name(uint8_t status)
 {
     switch (status) {
-    /* clang-format off */
+        /* clang-format off */
     case 0x00: return "OK";
     case 0x01: return "INT_ERR";
     case 0x02: return "BAD_OP";
@@ -289,7 +289,7 @@ static inline const char *prm_status_name(uint8_t status)
     case 0x50: return "BAD_INPUT_LEN";
     case 0x51: return "BAD_OUTPUT_LEN";
     default: return "unknown status";
-    /* clang-format on */
+        /* clang-format on */
     }
 }
 

@@ -216,8 +216,8 @@ typedef struct ucxm_md_ops {
                                ucxm_error_t *error);
 
     /* rkey->info is filled, unless `raw` (then it is what the caller claims).  Fills rkey->priv. */
-    ucxm_status_t (*rkey_unpack)(void *md, ucxm_rkey_t *rkey, const uint8_t *payload,
-                                 size_t length, int raw, ucxm_error_t *error);
+    ucxm_status_t (*rkey_unpack)(void *md, ucxm_rkey_t *rkey, const uint8_t *payload, size_t length,
+                                 int raw, ucxm_error_t *error);
     /* Frees what rkey_unpack made.  Never fails. */
     void (*rkey_release)(void *md, ucxm_rkey_t *rkey);
     /* A local pointer to the remote byte at `address`, which lies in the key's range. */
@@ -247,7 +247,6 @@ typedef struct ucxm_md_ops {
      * hands it over, too. */
     void (*key_flush)(void *md);
 } ucxm_md_ops_t;
-
 
 /* ---- the data path ------------------------------------------------------- */
 

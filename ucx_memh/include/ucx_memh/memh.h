@@ -21,21 +21,21 @@ extern "C" {
 
 typedef int32_t ucxm_status_t;
 
-#define UCXM_OK                       0
-#define UCXM_INPROGRESS               1
-#define UCXM_ERR_NO_RESOURCE        (-2)
-#define UCXM_ERR_IO_ERROR           (-3) /* the device or a system call failed      */
-#define UCXM_ERR_NO_MEMORY          (-4)
-#define UCXM_ERR_INVALID_PARAM      (-5)
-#define UCXM_ERR_UNREACHABLE        (-6)
-#define UCXM_ERR_INVALID_ADDR       (-7) /* an address is not mapped                */
-#define UCXM_ERR_BUFFER_TOO_SMALL  (-10)
-#define UCXM_ERR_NO_DEVICE         (-14)
-#define UCXM_ERR_BUSY              (-15)
-#define UCXM_ERR_CANCELED          (-16)
-#define UCXM_ERR_TIMED_OUT         (-20)
-#define UCXM_ERR_EXCEEDS_LIMIT     (-21)
-#define UCXM_ERR_UNSUPPORTED       (-22)
+#define UCXM_OK                   0
+#define UCXM_INPROGRESS           1
+#define UCXM_ERR_NO_RESOURCE      (-2)
+#define UCXM_ERR_IO_ERROR         (-3) /* the device or a system call failed      */
+#define UCXM_ERR_NO_MEMORY        (-4)
+#define UCXM_ERR_INVALID_PARAM    (-5)
+#define UCXM_ERR_UNREACHABLE      (-6)
+#define UCXM_ERR_INVALID_ADDR     (-7) /* an address is not mapped                */
+#define UCXM_ERR_BUFFER_TOO_SMALL (-10)
+#define UCXM_ERR_NO_DEVICE        (-14)
+#define UCXM_ERR_BUSY             (-15)
+#define UCXM_ERR_CANCELED         (-16)
+#define UCXM_ERR_TIMED_OUT        (-20)
+#define UCXM_ERR_EXCEEDS_LIMIT    (-21)
+#define UCXM_ERR_UNSUPPORTED      (-22)
 #define UCXM_ERR_REVOKED          (-101) /* the handle or key was invalidated        */
 #define UCXM_ERR_CLOSED           (-102) /* the object was closed                    */
 #define UCXM_ERR_FORKED           (-103) /* the object belongs to the parent process */
@@ -76,12 +76,13 @@ typedef int32_t ucxm_status_t;
 #define UCXM_MEM_SYMMETRIC_RKEY       (1ull << 10)
 #define UCXM_MEM_GVA                  (1ull << 11)
 #define UCXM_MEM_ACCESS_REMOTE        (7ull << 5)
-#define UCXM_MEM_ACCESS_RMA           (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_GET | \
-                                       UCXM_MEM_ACCESS_LOCAL_READ | UCXM_MEM_ACCESS_LOCAL_WRITE)
-#define UCXM_MEM_ACCESS_ALL           (31ull << 5)
+#define UCXM_MEM_ACCESS_RMA                                                                 \
+    (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_GET | UCXM_MEM_ACCESS_LOCAL_READ | \
+     UCXM_MEM_ACCESS_LOCAL_WRITE)
+#define UCXM_MEM_ACCESS_ALL   (31ull << 5)
 /* The direct key of the region gets local rights only: whatever a peer may do
  * goes through derived handles, so all of it can be revoked. */
-#define UCXM_MEM_DERIVED_ONLY         (1ull << 32)
+#define UCXM_MEM_DERIVED_ONLY (1ull << 32)
 
 /* ---- how a key is packed (UCT_MD_MKEY_PACK_FLAG_*) --------------------- */
 
@@ -436,29 +437,26 @@ typedef struct ucxm_api {
                                uint32_t *component, size_t *size, ucxm_error_t *error);
     /* Make a packed key usable here.  MALFORMED_KEY, KEY_VERSION, STALE_KEY, REVOKED (a notice was
      * taken), UNREACHABLE.  Bytes that are open already are found in a cache. */
-    ucxm_status_t (*rkey_unpack)(ucxm_md_t *md, const void *key, size_t length,
-                                 ucxm_rkey_t **rkey, ucxm_error_t *error);
+    ucxm_status_t (*rkey_unpack)(ucxm_md_t *md, const void *key, size_t length, ucxm_rkey_t **rkey,
+                                 ucxm_error_t *error);
     /* The same of a key packed with UCXM_PACK_RAW; unchecked, `address` and `size` are the caller's
      * word. */
-    ucxm_status_t (*rkey_from_raw)(ucxm_md_t *md, const void *raw, size_t length,
-                                   uint64_t address, uint64_t size, ucxm_rkey_t **rkey,
-                                   ucxm_error_t *error);
+    ucxm_status_t (*rkey_from_raw)(ucxm_md_t *md, const void *raw, size_t length, uint64_t address,
+                                   uint64_t size, ucxm_rkey_t **rkey, ucxm_error_t *error);
     /* What its envelope said. */
     ucxm_status_t (*rkey_query)(const ucxm_rkey_t *rkey, ucxm_key_info_t *info);
     /* Below, equal to or above 0: a total order by owner, key id and contents. */
     int (*rkey_compare)(const ucxm_rkey_t *one, const ucxm_rkey_t *other);
     /* A local pointer to the remote byte at `address`. */
-    ucxm_status_t (*rkey_ptr)(ucxm_rkey_t *rkey, uint64_t address, void **ptr,
-                              ucxm_error_t *error);
+    ucxm_status_t (*rkey_ptr)(ucxm_rkey_t *rkey, uint64_t address, void **ptr, ucxm_error_t *error);
     /* Legal while operations that use it are under way, and after the Md was closed. */
     void (*rkey_release)(ucxm_rkey_t *rkey);
     /* Take note of a revoke notice; *count (may be NULL) is how many rkeys refuse from now on. */
-    ucxm_status_t (*rkey_revoke)(ucxm_md_t *md, const void *notice, size_t length,
-                                 uint32_t *count, ucxm_error_t *error);
+    ucxm_status_t (*rkey_revoke)(ucxm_md_t *md, const void *notice, size_t length, uint32_t *count,
+                                 ucxm_error_t *error);
     /* Could this key be used now?  Looks at its owner anew and keeps nothing.  PEER_GONE,
      * UNREACHABLE, STALE_KEY: no, and why. */
-    ucxm_status_t (*peer_probe)(ucxm_md_t *md, const void *key, size_t length,
-                                ucxm_error_t *error);
+    ucxm_status_t (*peer_probe)(ucxm_md_t *md, const void *key, size_t length, ucxm_error_t *error);
     /* Forget what is remembered of a peer; its keys become stale. */
     ucxm_status_t (*peer_evict)(ucxm_md_t *md, const ucxm_identity_t *peer, ucxm_error_t *error);
 

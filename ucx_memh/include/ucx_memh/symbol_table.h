@@ -39,10 +39,9 @@ typedef struct ucxm_symbol {
     int required;
 } ucxm_symbol_t;
 
-#define UCXM_TABLE_MEMBER(member, name, version, required, type, arguments) \
-    type(*member) arguments;
+#define UCXM_TABLE_MEMBER(member, name, version, required, type, arguments) type(*member) arguments;
 #define UCXM_TABLE_ROW(member, name, version, required, type, arguments) \
-    { name, version, offsetof(UCXM_TABLE_TYPE, member), required },
+    {name, version, offsetof(UCXM_TABLE_TYPE, member), required},
 
 static inline void *ucxm_symbol_get(const void *table, const ucxm_symbol_t *symbol)
 {
@@ -64,7 +63,8 @@ static inline void ucxm_symbol_lacks(const ucxm_library_t *library, const ucxm_s
                                      char *text, size_t size)
 {
     snprintf(text, size, "%s has no %s%s%s", library->path, symbol->name,
-             (symbol->version != NULL) ? "@" : "", (symbol->version != NULL) ? symbol->version : "");
+             (symbol->version != NULL) ? "@" : "",
+             (symbol->version != NULL) ? symbol->version : "");
 }
 
 /* Why this one symbol cannot be called, "" if it can. */
@@ -90,8 +90,7 @@ static inline int ucxm_library_load(ucxm_library_t *library, const char *path,
     size_t i;
 
     library->reason[0] = '\0';
-    if (snprintf(library->path, sizeof(library->path), "%s", path) >=
-        (int)sizeof(library->path)) {
+    if (snprintf(library->path, sizeof(library->path), "%s", path) >= (int)sizeof(library->path)) {
         snprintf(library->reason, sizeof(library->reason), "the path is too long");
         return -1;
     }
