@@ -132,14 +132,14 @@ format: $(TOOLS)
 docs: build $(VENV)/docs.stamp
 	$(PY) -m sphinx --quiet --fail-on-warning -d build/doctrees docs build/docs
 
-# The sdist, built and installed where the source tree cannot be seen.  It finds the files that
-# setuptools leaves out.
+# The sdist, built for an empty venv and installed there, where the source tree cannot be seen.
+# That finds files that setuptools leaves out, and requirements that pyproject.toml does.
 $(DIST)/run: $(TOOLS) FORCE
 	rm -rf $(DIST)
 	mkdir -p $@
 	$(PY) setup.py --quiet sdist --dist-dir $(DIST)
-	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir $(DIST) $(DIST)/*.tar.gz
 	$(PY) -m venv --without-pip $(DIST)/venv
+	$(PIP) --python $(DIST)/venv wheel --no-deps --wheel-dir $(DIST) $(DIST)/*.tar.gz
 	$(PIP) --python $(DIST)/venv install "$$(echo $(DIST)/*.whl)[test]"
 	cp -R tests pyproject.toml $@
 .PHONY: FORCE
