@@ -16,20 +16,12 @@
 #include <linux/capability.h>
 #include <stdint.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 #include <ucx_memh/process.h>
-
-#ifndef PR_SET_PTRACER
-#define PR_SET_PTRACER 0x59616d61
-#endif
-#ifndef PR_SET_PTRACER_ANY
-#define PR_SET_PTRACER_ANY ((unsigned long)-1)
-#endif
 
 /* The kernel moves no more than this in one call (MAX_RW_COUNT, 4 KiB pages). */
 #define CMA_MAX_BYTES 0x7ffff000ul
@@ -215,10 +207,8 @@ static inline int cma_move(cma_move_t *m)
 static inline int cma_peek(pid_t pid, uint64_t address)
 {
     char byte;
-    struct iovec local = {&byte, 1}, remote = {(void *)(uintptr_t)address, 1};
-    ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
 
-    return n == 1 ? 0 : n < 0 ? errno : EFAULT;
+    return ucxm_process_peek(pid, address, &byte, 1);
 }
 
 /* ---- what the system allows ------------------------------------------------ */
@@ -238,12 +228,6 @@ static inline int cma_self_test(void)
         memcmp(from, to, sizeof(to)) != 0)
         return errno ? errno : EIO;
     return 0;
-}
-
-/* Yama, scope 1: lets any process with our credentials reach us.  0 or an errno. */
-static inline int cma_set_ptracer_any(void)
-{
-    return prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0ul, 0ul, 0ul) == 0 ? 0 : errno;
 }
 
 static inline int cma_has_cap_sys_ptrace(void)

@@ -59,7 +59,6 @@ cdef extern from "_cma.h" nogil:
     int cma_move(cma_move_t *m)
     int cma_peek(pid_t pid, uint64_t address)
     int cma_self_test()
-    int cma_set_ptracer_any()
     int cma_has_cap_sys_ptrace()
     int close(int fd)
     pid_t getpid()
@@ -74,6 +73,7 @@ cdef extern from "ucx_memh/process.h" nogil:
     int ucxm_pidfd_allowed(int pidfd)
     int ucxm_process_open(pid_t pid)
     int ucxm_process_read(int fd, ucxm_process_t *process)
+    int ucxm_allow_ptrace()
 
 cdef extern from "pthread.h" nogil:
     ctypedef struct pthread_mutex_t:
@@ -93,7 +93,7 @@ def self_test():
 
 def set_ptracer_any():
     """Let any process with our credentials reach this one (Yama, scope 1); 0 or an errno."""
-    return cma_set_ptracer_any()
+    return ucxm_allow_ptrace()
 
 
 def has_cap_sys_ptrace():

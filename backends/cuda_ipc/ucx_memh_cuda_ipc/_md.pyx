@@ -116,8 +116,6 @@ cdef extern from "driver_table.h" nogil:
         CU_DEINITIALIZED
         CU_NO_DEVICE
         CU_INVALID_CONTEXT
-        CU_ALREADY_MAPPED
-        CU_NOT_FOUND
         CU_NOT_READY
         CU_ATTRIBUTE_MEMORY_TYPE
         CU_ATTRIBUTE_BUFFER_ID
@@ -168,7 +166,6 @@ cdef extern from "wire.h" nogil:
     const char *wire_parse(const uint8_t *data, size_t length, cu_wire_t *wire)
 
     uint32_t cu_load32(const uint32_t *p)
-    void cu_store32(uint32_t *p, uint32_t value)
     bint cu_cas32(uint32_t *p, uint32_t old, uint32_t new)
     void cu_add32(uint32_t *p, uint32_t value)
     uint32_t cu_sub32(uint32_t *p, uint32_t value)
@@ -179,9 +176,7 @@ cdef extern from "wire.h" nogil:
     void cu_count(uint64_t *counter, uint64_t n)
 
     int cu_fetch_fd(int pidfd, int fd)
-    int cu_peek(pid_t pid, uint64_t address, uint64_t *word)
     uint64_t cu_nonce()
-    void cu_allow_ptrace()
 
     ctypedef struct ucxm_process_t:
         uint64_t start_time
@@ -189,6 +184,8 @@ cdef extern from "wire.h" nogil:
     int ucxm_pidfd_ended(int pidfd)
     int ucxm_process_open(pid_t pid)
     int ucxm_process_read(int fd, ucxm_process_t *process)
+    int ucxm_process_peek(pid_t pid, uint64_t address, void *into, size_t size)
+    int ucxm_allow_ptrace()
     int close(int fd)
 
 cdef extern from "<sched.h>" nogil:
@@ -238,7 +235,6 @@ cdef struct rkey_t:
     peer_t *peer
     mapping_t *mapping        # NULL: our own memory, or evicted
     uint64_t distance         # from an address of the owner's to ours
-    uint64_t buffer_id
     rkey_t *next
     rkey_t *prev
 

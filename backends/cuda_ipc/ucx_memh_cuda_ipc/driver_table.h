@@ -42,8 +42,6 @@ enum { /* CUresult */
        CU_DEINITIALIZED = 4,
        CU_NO_DEVICE = 100,
        CU_INVALID_CONTEXT = 201,
-       CU_ALREADY_MAPPED = 208,
-       CU_NOT_FOUND = 500,
        CU_NOT_READY = 600
 };
 

@@ -7,28 +7,14 @@
 #define UCX_MEMH_CUDA_IPC_WIRE_H
 
 #include <endian.h>
-#include <sys/prctl.h>
 #include <sys/random.h>
-#include <sys/uio.h>
 #include <ucx_memh/process.h>
-
-#ifndef PR_SET_PTRACER
-#define PR_SET_PTRACER 0x59616d61
-#endif
-#ifndef PR_SET_PTRACER_ANY
-#define PR_SET_PTRACER_ANY ((unsigned long)-1)
-#endif
 
 /* ---- atomics ---- */
 
 static inline uint32_t cu_load32(const uint32_t *p)
 {
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);
-}
-
-static inline void cu_store32(uint32_t *p, uint32_t value)
-{
-    __atomic_store_n(p, value, __ATOMIC_SEQ_CST);
 }
 
 static inline int cu_cas32(uint32_t *p, uint32_t from, uint32_t to)
@@ -169,16 +155,6 @@ static inline int cu_fetch_fd(int pidfd, int fd)
     return mine < 0 ? -errno : (int)mine;
 }
 
-/* A word of another process's memory.  0 or an errno. */
-static inline int cu_peek(pid_t pid, uint64_t address, uint64_t *word)
-{
-    struct iovec local = {word, sizeof(*word)};
-    struct iovec remote = {(void *)(uintptr_t)address, sizeof(*word)};
-    ssize_t n = process_vm_readv(pid, &local, 1, &remote, 1, 0);
-
-    return n == (ssize_t)sizeof(*word) ? 0 : n < 0 ? errno : EFAULT;
-}
-
 /* Not 0, and nobody guesses it.  0: there was none to be had. */
 static inline uint64_t cu_nonce(void)
 {
@@ -187,12 +163,6 @@ static inline uint64_t cu_nonce(void)
     if (getrandom(&value, sizeof(value), 0) != (ssize_t)sizeof(value))
         return 0;
     return value != 0 ? value : 1;
-}
-
-/* Yama, scope 1: lets any process with our credentials get at our descriptors. */
-static inline void cu_allow_ptrace(void)
-{
-    prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0ul, 0ul, 0ul);
 }
 
 #endif

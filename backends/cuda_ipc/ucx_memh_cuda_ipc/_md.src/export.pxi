@@ -6,7 +6,6 @@ cdef struct export_t:
     export_t *next
     cu_driver_t *cu
     uint32_t refs
-    uint64_t kinds
     cu_wire_t wire
 
 # What the driver says of an address.  Whatever the width of an attribute, its other bytes are 0.
@@ -172,7 +171,7 @@ cdef ucxm_status_t export_get(device_t *device, const known_t *known, export_t *
             exports = found
             if found.wire.kinds & WIRE_FD and not ptrace_allowed:
                 # Else siblings could not fetch the descriptor, where Yama's scope is 1.
-                cu_allow_ptrace()
+                ucxm_allow_ptrace()
                 ptrace_allowed = True
     if status == UCXM_OK:
         found.refs += 1

@@ -137,7 +137,7 @@ cdef ucxm_status_t export_check(md_t *md, const peer_t *peer, const cu_wire_t *w
     sure[0] = False
     if not is_local(md, &peer.identity):
         return UCXM_OK
-    result = cu_peek(<pid_t>peer.identity.pid, wire.record, &word)
+    result = ucxm_process_peek(<pid_t>peer.identity.pid, wire.record, &word, sizeof(word))
     if peer_ended(peer) or result == ESRCH:
         return refuse(error, UCXM_ERR_PEER_GONE, 0, &peer.identity, "the process has ended")
     if result == EFAULT or (result == 0 and word != wire.nonce):
