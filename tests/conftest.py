@@ -106,6 +106,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Marks of tests that run when `-m` asks for them, and not otherwise.
+ON_REQUEST = ("gpu", "guest")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    unasked = [mark for mark in ON_REQUEST if mark not in config.option.markexpr]
+    left_out = [item for item in items if any(map(item.get_closest_marker, unasked))]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture
 def peer() -> Iterator[Callable[..., Peer]]:
     """`peer(function, *args, env={})` runs function(conn, *args) in another process.
@@ -146,6 +157,17 @@ def softcuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     from softcuda.driver import Builder
 
     return Builder(tmp_path_factory.mktemp("softcuda"))
+
+
+@pytest.fixture
+def driver(softcuda: Callable[..., str]) -> Iterator[Any]:
+    """The software CUDA driver as in a new process: not even begun."""
+    from softcuda.driver import Driver
+
+    driver = Driver(softcuda())
+    driver.reset()
+    yield driver
+    driver.reset()
 
 
 @pytest.fixture(scope="session")

@@ -9,14 +9,6 @@ import ucx_memh as um
 from _gpu import REAL, Far, Gpu
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "gpu" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
-
-
 @pytest.fixture(autouse=True)
 def silence(capfd: pytest.CaptureFixture[str]) -> Iterator[None]:
     """Nothing is ever printed, whatever fails."""

@@ -22,17 +22,6 @@ def refused(path):
     return caught.value.detail
 
 
-@pytest.fixture
-def fresh(softcuda):
-    """A path to the software driver, in which nobody has begun anything."""
-    from softcuda.driver import Driver
-
-    driver = Driver(softcuda())
-    driver.reset()
-    yield driver
-    driver.reset()
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_row66_a_symbol_that_is_not_there(softcuda, name):
     path = softcuda(name)
@@ -45,16 +34,16 @@ def test_row66_a_symbol_that_is_not_there(softcuda, name):
     um.open_md("cma").close()
 
 
-def test_row66_a_driver_that_is_too_old(fresh, monkeypatch):
+def test_row66_a_driver_that_is_too_old(driver, monkeypatch):
     monkeypatch.setenv("SOFTCUDA_DRIVER_VERSION", "11000")
-    reason = refused(fresh.path)
+    reason = refused(driver.path)
     assert "CUDA 11.0" in reason
     assert "11.2 or later" in reason
-    assert fresh.count("cuInit") == 0
+    assert driver.count("cuInit") == 0
     um.open_md("cma").close()
     # Nothing is remembered of that.
     monkeypatch.setenv("SOFTCUDA_DRIVER_VERSION", "11020")
-    um.open_md("cuda_ipc", driver=fresh.path).close()
+    um.open_md("cuda_ipc", driver=driver.path).close()
 
 
 def test_row66_nothing_is_loaded_before_it_is_asked_for(python, softcuda):
@@ -95,53 +84,53 @@ def test_a_library_that_is_none(tmp_path):
         ("cuDeviceGetCount", 3, "cuDeviceGetCount: CUDA_ERROR_NOT_INITIALIZED (3)"),
     ],
 )
-def test_a_driver_that_does_not_begin(fresh, call, code, text):
-    fresh.fail(call, code, 0)
-    assert text in refused(fresh.path)
-    fresh.mend()
-    um.open_md("cuda_ipc", driver=fresh.path).close()
+def test_a_driver_that_does_not_begin(driver, call, code, text):
+    driver.fail(call, code, 0)
+    assert text in refused(driver.path)
+    driver.mend()
+    um.open_md("cuda_ipc", driver=driver.path).close()
 
 
-def test_no_device(fresh, monkeypatch):
+def test_no_device(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_ERROR_NO_DEVICE" in refused(fresh.path)
+    assert "CUDA_ERROR_NO_DEVICE" in refused(driver.path)
 
 
-def test_devices_are_named_by_their_ordinals(fresh, monkeypatch):
+def test_devices_are_named_by_their_ordinals(driver, monkeypatch):
     monkeypatch.setenv("SOFTCUDA_DEVICES", "3")
-    found = um.query_mds("cuda_ipc", driver=fresh.path)
+    found = um.query_mds("cuda_ipc", driver=driver.path)
     assert [(md.md_name, md.software) for md in found] == [(str(i), True) for i in range(3)]
-    with um.open_md("cuda_ipc/2", driver=fresh.path) as md:
+    with um.open_md("cuda_ipc/2", driver=driver.path) as md:
         assert md.attr.md_name == "2"
         assert "device 2, GPU-736f6674-6375-6461-0000-000000000003" in md.explain()
     for name in ("3", "-1", "02", "GPU"):
         with pytest.raises(um.NoDeviceError):
-            um.open_md(f"cuda_ipc/{name}", driver=fresh.path)
+            um.open_md(f"cuda_ipc/{name}", driver=driver.path)
         with pytest.raises(um.NoDeviceError):
-            um.open_md(um.MdResource("cuda_ipc", name), driver=fresh.path)
-    assert fresh.live("contexts") == 0
+            um.open_md(um.MdResource("cuda_ipc", name), driver=driver.path)
+    assert driver.live("contexts") == 0
 
 
 @pytest.mark.parametrize("call", ["cuDeviceGet", "cuDeviceGetUuid_v2", "cuDevicePrimaryCtxRetain"])
-def test_a_domain_that_cannot_be_opened(fresh, call):
-    fresh.fail(call, 2)
+def test_a_domain_that_cannot_be_opened(driver, call):
+    driver.fail(call, 2)
     with pytest.raises(um.NoMemoryError, match=call.removesuffix("_v2")) as caught:
-        um.open_md("cuda_ipc", driver=fresh.path)
+        um.open_md("cuda_ipc", driver=driver.path)
     assert caught.value.context["syndrome"] == 2
-    assert fresh.live("contexts") == 0
-    um.open_md("cuda_ipc", driver=fresh.path).close()
+    assert driver.live("contexts") == 0
+    um.open_md("cuda_ipc", driver=driver.path).close()
 
 
-def test_domains_of_a_device_share_its_context(fresh):
-    with um.open_md("cuda_ipc", driver=fresh.path):
-        with um.open_md("cuda_ipc", driver=fresh.path):
-            assert fresh.live("contexts") == 1
-        assert fresh.live("contexts") == 1
-    assert fresh.live("contexts") == 0
+def test_domains_of_a_device_share_its_context(driver):
+    with um.open_md("cuda_ipc", driver=driver.path):
+        with um.open_md("cuda_ipc", driver=driver.path):
+            assert driver.live("contexts") == 1
+        assert driver.live("contexts") == 1
+    assert driver.live("contexts") == 0
 
 
-def test_what_it_says_of_itself(fresh):
-    with um.open_md("cuda_ipc", driver=fresh.path) as md:
+def test_what_it_says_of_itself(driver):
+    with um.open_md("cuda_ipc", driver=driver.path) as md:
         attr = md.attr
         assert attr.software
         assert attr.mem_types == {um.MemType.CUDA}
@@ -151,10 +140,10 @@ def test_what_it_says_of_itself(fresh):
         for cell in (attr.enforcement.rights, attr.enforcement.range):
             assert (cell.get, cell.put, cell.atomic) == (1, 1, 0)
         assert attr.enforcement.revoke == um.EnforcementRow(0, 0, 0)
-        assert fresh.path in md.explain()
+        assert driver.path in md.explain()
 
 
-def test_settings(fresh):
+def test_settings(driver):
     for wrong in ({"queue_depth": 0}, {"queue_depth": "many"}, {"drivers": "x"}):
         with pytest.raises(um.InvalidParamError):
-            um.open_md("cuda_ipc", **{"driver": fresh.path, **wrong})
+            um.open_md("cuda_ipc", **{"driver": driver.path, **wrong})

@@ -3,17 +3,6 @@
 
 import pytest
 
-from softcuda.driver import Driver
-
-
-@pytest.fixture
-def driver(softcuda):
-    """The driver as in a new process: not even begun."""
-    driver = Driver(softcuda())
-    driver.reset()
-    yield driver
-    driver.reset()
-
 
 @pytest.fixture
 def gpu(driver):
