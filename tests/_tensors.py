@@ -4,9 +4,18 @@
 import ctypes
 from typing import Any
 
-from ucx_memh.buffers import _Tensor, _Versioned
+from softcuda.driver import (
+    CPU,
+    CUDA,
+    CUDA_HOST,
+    CUDA_MANAGED,
+    CudaArray,
+    DLManagedTensorVersioned,
+    DLTensor,
+)
 
-CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+__all__ = ["CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "Interface", "Tensor"]
+
 FLOAT = 2  # DLPack's code of it
 
 _NEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
@@ -19,20 +28,13 @@ _POINTER = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
 )
 
 
-class Interface:
-    """Has a __cuda_array_interface__; `changes` replaces parts of it, None takes them away."""
+class Interface(CudaArray):
+    """Has a __cuda_array_interface__; `changes` replaces parts of it, ... takes them away."""
 
     def __init__(self, address: int, length: int, **changes: Any) -> None:
-        interface: dict[str, Any] = {
-            "version": 3,
-            "shape": (length,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "stream": None,
-        }
-        interface |= changes
-        self.__cuda_array_interface__ = {k: v for k, v in interface.items() if v is not Ellipsis}
+        super().__init__(address, length, **({"strides": None, "stream": None} | changes))
+        told = self.__cuda_array_interface__
+        self.__cuda_array_interface__ = {k: v for k, v in told.items() if v is not Ellipsis}
 
 
 class Tensor:
@@ -59,12 +61,12 @@ class Tensor:
         self._version = version
         self._shape = (ctypes.c_int64 * len(shape))(*shape)
         self._strides = None if strides is None else (ctypes.c_int64 * len(strides))(*strides)
-        self._tensor = _Tensor(
+        self._tensor = DLTensor(
             address, kind, device, len(shape), FLOAT, bits, lanes, self._shape, None, byte_offset
         )
         if self._strides is not None:
             self._tensor.strides = ctypes.cast(self._strides, ctypes.POINTER(ctypes.c_int64))
-        self._versioned = _Versioned(version, 0, None, None, flags, self._tensor)
+        self._versioned = DLManagedTensorVersioned(version, 0, None, None, flags, self._tensor)
         self._name = b"dltensor" if version == 0 else b"dltensor_versioned"
         self._destructor = _DESTRUCTOR(self._destroyed)
 
