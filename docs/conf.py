@@ -33,7 +33,5 @@ autodoc_default_options = {"show-inheritance": True}
 
 html_theme = "furo"
 html_title = f"ucx_memh {version}"
-html_static_path = ["_static"]
-html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
