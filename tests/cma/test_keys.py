@@ -58,36 +58,6 @@ def test_registering_asks_the_kernel_nothing(md, calls):
     assert md.stats()["device.peer_checks"] == 0
 
 
-@pytest.mark.parametrize("flags", [um.MemFlag.DERIVED_ONLY, um.MemFlag.SYMMETRIC_RKEY])
-def test_special_registrations_are_unsupported(md, flags):
-    with pytest.raises(um.UnsupportedError):
-        md.mem_reg(bytearray(64), um.MemFlag.ACCESS_ALL | flags)
-    assert md.stats()["live_bases"] == 0
-
-
-def test_device_memory_is_unsupported(md):
-    with pytest.raises(um.UnsupportedError):
-        md.mem_reg(address=4096, length=4096, mem_type=um.MemType.CUDA)
-    with pytest.raises((um.UnsupportedError, um.InvalidParamError)):
-        md.mem_reg(address=4096, length=4096, dmabuf_fd=0)
-
-
-def test_deriving_and_invalidating_are_unsupported(md):
-    memh = md.mem_reg(bytearray(64))
-    key = memh.mkey_pack()
-    before = md.stats()
-    with pytest.raises(um.UnsupportedError, match="does not support derived memory handles"):
-        memh.derive()
-    for flags in (um.PackFlag.INVALIDATE_RMA, um.PackFlag.INVALIDATE_AMO, um.PackFlag.RAW):
-        with pytest.raises(um.UnsupportedError):
-            memh.mkey_pack(flags)
-    with pytest.raises(um.UnsupportedError):
-        md.rkey_from_raw(b"", memh.address, 64)
-    assert md.stats() == before
-    assert memh.derived_count == 0
-    assert memh.mkey_pack() == key
-
-
 def test_an_empty_key_asks_nothing(md, ep, calls):
     """User report 4: no system call on the peer, and no file descriptor."""
     key = md.mem_reg(b"").mkey_pack()

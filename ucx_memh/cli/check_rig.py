@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import ucx_memh as um
 from ucx_memh.flags import Enforcement, MemFlag, PackFlag
 
-__all__ = ["OPS", "PAD", "RIGHTS", "SIZE", "Link", "Outcome", "Rig"]
+__all__ = ["OPS", "PAD", "RIGHTS", "SIZE", "HostMemory", "Link", "Outcome", "Rig"]
 
 RIGHTS = {
     "get": MemFlag.REMOTE_GET,
@@ -34,6 +34,7 @@ RIGHTS = {
 OPS = {"get": ("get",), "put": ("put",), "atomic": ("fetch_add", "compare_swap")}
 
 SIZE = 64 << 10  # of a region
+STREAM = 4 << 20  # of each operation of those that are revoked in flight
 PAD = 4 << 10  # of ours on both sides of it: what gets out of the region does no harm
 NOTHING = range(0)
 PUT_BYTE = b"\xff"  # not among those of a region at rest, nor is 0
@@ -46,6 +47,31 @@ class Outcome:
     by: Enforcement
     seen: str
     worked: bool = False
+
+
+class HostMemory:
+    """Memory to register a part of: how to look at it, change it, and register it.
+
+    One of another kind (a device's memory, a file's) has the same methods.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.bytes = bytearray(size)
+
+    def load(self, offset: int = 0, length: int | None = None) -> bytes:
+        """Its bytes from `offset` on; None: to the end."""
+        end = len(self.bytes) if length is None else offset + length
+        return bytes(memoryview(self.bytes)[offset:end])
+
+    def store(self, offset: int, data: bytes) -> None:
+        self.bytes[offset : offset + len(data)] = data
+
+    def mem_reg(
+        self, md: um.Md, flags: MemFlag | None = None, offset: int = 0, length: int | None = None
+    ) -> um.Memh:
+        """A base on a part of it, which keeps it alive."""
+        end = len(self.bytes) if length is None else offset + length
+        return md.mem_reg(memoryview(self.bytes)[offset:end], flags)
 
 
 @dataclass
@@ -73,9 +99,16 @@ class Link:
 class Rig:
     """The owner's domain and the peer's, on one device, as if they were two processes."""
 
-    def __init__(self, open_md: Callable[[], um.Md], wait: float) -> None:
+    def __init__(
+        self,
+        open_md: Callable[[], um.Md],
+        wait: float,
+        allocate: Callable[[int], HostMemory] = HostMemory,
+    ) -> None:
         self._open = open_md
+        self._allocate = allocate
         self.wait = wait  # seconds for an operation
+        self.stream = STREAM
         self.owner: um.Md
         self.peer: um.Md
         self.link: Link
@@ -168,9 +201,10 @@ class Rig:
     def region(self, size: int = SIZE) -> Iterator[um.Memh]:
         """Memory of the owner, registered; with derived keys only, where there are any."""
         self.rest = (bytes(range(1, 252)) * (size // 251 + 40))[: PAD + size + PAD]
-        self.memory = bytearray(self.rest)
+        self.memory = self._allocate(len(self.rest))
+        self.memory.store(0, self.rest)
         flags = MemFlag.DERIVED_ONLY if self.derives else None
-        self.base = self.owner.mem_reg(memoryview(self.memory)[PAD : PAD + size], flags)
+        self.base = self.memory.mem_reg(self.owner, flags, PAD, size)
         self.grants: list[um.Memh] = []
         yield self.base  # whatever is raised there: close() or reopen() tidies up
         for memh in self.grants if not self.derives else ():
@@ -188,9 +222,8 @@ class Rig:
         if self.derives:
             memh = self.base.derive(offset, length, rights, endpoint)
         else:
-            end = len(self.memory) - PAD if length is None else PAD + offset + length
-            part = memoryview(self.memory)[PAD + offset : end]
-            memh = self.owner.mem_reg(part, rights)
+            length = self.base.length - offset if length is None else length
+            memh = self.memory.mem_reg(self.owner, rights, PAD + offset, length)
         self.grants.append(memh)
         return memh
 
@@ -221,8 +254,8 @@ class Rig:
         A failure that is no refusal is raised.
         """
         link = link or self.link
-        if self.memory != self.rest:
-            self.memory[:] = self.rest
+        if self.memory.load() != self.rest:
+            self.memory.store(0, self.rest)
         into = bytearray(length)
         try:
             value = self._start(link.far, op, rkey, address, into).wait(self.wait)
@@ -277,7 +310,7 @@ class Rig:
             return ep.fetch_add_nb(rkey, address, 1)
         return ep.compare_swap_nb(rkey, address, self._word(self.rest, address), 77)
 
-    def _word(self, memory: bytes | bytearray, address: int) -> int:
+    def _word(self, memory: bytes, address: int) -> int:
         at = PAD + address - self.base.address
         return int.from_bytes(memory[at : at + 8], sys.byteorder)
 
@@ -286,15 +319,16 @@ class Rig:
         if op == "get":
             return into == self.rest[at : at + len(into)]
         if op == "put":
-            return self.memory[at : at + len(into)] == PUT_BYTE * len(into)
+            return self.memory.load(at, len(into)) == PUT_BYTE * len(into)
         old = self._word(self.rest, address)
         new = 77 if op == "compare_swap" else old + 1
-        return value == old and self._word(self.memory, address) == new
+        return value == old and self._word(self.memory.load(), address) == new
 
     def _touched(self, address: int, into: bytearray) -> Iterator[int]:
         """Addresses that were read, or written."""
         yield from (address + i for i, byte in enumerate(into) if byte)
-        if self.memory != self.rest:
+        memory = self.memory.load()
+        if memory != self.rest:
             start = self.base.address - PAD
-            pairs = enumerate(zip(self.memory, self.rest, strict=True))
+            pairs = enumerate(zip(memory, self.rest, strict=True))
             yield from (start + i for i, (now, then) in pairs if now != then)

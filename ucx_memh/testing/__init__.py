@@ -8,13 +8,20 @@
 (1, {})
 """
 
+from typing import TYPE_CHECKING
+
 from ucx_memh.testing._alloc import PoisonAllocator, memh_bytes, memh_pointer
 from ucx_memh.testing._fake import OPERATIONS, FakeDevice, open_fake
 from ucx_memh.testing._python import PythonDevice, open_python_device
 
+if TYPE_CHECKING:
+    from ucx_memh.testing.suite import HostMemory, MdSuite
+
 __all__ = [
     "OPERATIONS",
     "FakeDevice",
+    "HostMemory",
+    "MdSuite",
     "PoisonAllocator",
     "PythonDevice",
     "memh_bytes",
@@ -22,3 +29,14 @@ __all__ = [
     "open_fake",
     "open_python_device",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("HostMemory", "MdSuite"):  # it needs pytest, and the fakes do not
+        import pytest
+
+        pytest.register_assert_rewrite("ucx_memh.testing.suite")
+        from ucx_memh.testing import suite
+
+        return getattr(suite, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -751,8 +751,8 @@ cdef ucxm_status_t fake_rkey_unpack(void *priv, ucxm_rkey_t *rkey, const uint8_t
         violate(dev, "rkey_unpack: the private part is not zeroed")
     if status != UCXM_OK:
         return status
-    if length < PAYLOAD_SIZE:
-        say(error, "fake: the payload is too short")
+    if length != dev.payload_length:
+        say(error, "fake: the payload has another size")
         return UCXM_ERR_MALFORMED_KEY
     memcpy(&guid, payload, 8)
     pthread_mutex_lock(&WIRE)

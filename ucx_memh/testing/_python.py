@@ -276,12 +276,16 @@ class PythonDevice:
             op.complete(error.status, error.detail)
 
     @staticmethod
-    def _move(op: Transfer) -> None:
-        remote = (ctypes.c_char * op.length).from_address(op.remote_address)
+    def _look(address: int, length: int) -> memoryview:
+        """The memory there, of this process."""
+        return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+    def _move(self, op: Transfer) -> None:
+        remote = self._look(op.remote_address, op.length)
         if op.kind is OpKind.GET:
-            op.local[:] = memoryview(remote).cast("B")
+            op.local[:] = remote
         elif op.kind is OpKind.PUT:
-            memoryview(remote).cast("B")[:] = op.local
+            remote[:] = op.local
         else:
             (op.result,) = WORD.unpack(remote)
             word = op.result + op.operand & 2**64 - 1
