@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the tests of the core share: fake devices, and an independent reading of packed keys."""
+"""What the tests of the core share: short names, and an independent reading of packed keys."""
 
 import ctypes
 import struct
-import threading
 from typing import Any, NamedTuple
 
 import ucx_memh as um
-from ucx_memh.testing import FakeDevice, PoisonAllocator, open_fake
 
 ALL = um.MemFlag.ACCESS_ALL
 GET = um.MemFlag.REMOTE_GET
@@ -23,45 +21,6 @@ RMA = um.PackFlag.INVALIDATE_RMA
 AMO = um.PackFlag.INVALIDATE_AMO
 RAW = um.PackFlag.RAW
 EXPORT = um.PackFlag.EXPORT
-
-
-class Fakes:
-    """The fake devices of a test, and the allocator that the core uses meanwhile."""
-
-    def __init__(self, memory: PoisonAllocator) -> None:
-        self.memory = memory
-        self.opened: list[tuple[Any, FakeDevice, bool]] = []
-
-    def __call__(self, **options: Any) -> tuple[Any, FakeDevice]:
-        md, device = open_fake(**options)
-        self.opened.append((md, device, options.get("destroy") == "manual"))
-        return md, device
-
-    def connected(self, **options: Any) -> tuple[Any, FakeDevice, Any, Any]:
-        """An Md, its device and two endpoints of it that are connected to each other."""
-        md, device = self(**options)
-        one, two = md.endpoint(), md.endpoint()
-        one.connect(two.address)
-        two.connect(one.address)
-        return md, device, one, two
-
-    def end(self) -> None:
-        """Close all; then no key may be left, and no rule may have been broken meanwhile."""
-        while self.opened:
-            md, device, manual = self.opened.pop()
-            device.clear_faults()
-            device.release()
-            if manual:  # a forced close waits for destructions that the test alone lets end
-                closing = threading.Thread(target=md.close, args=(True,))
-                closing.start()
-                while closing.is_alive():
-                    device.complete()
-                    closing.join(0.001)
-            else:
-                md.close(force=True)
-            assert device.closed
-            assert device.live_keys == {}
-            assert device.violations == {}
 
 
 # ---- the packed key, read without the library ----

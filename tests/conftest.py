@@ -18,6 +18,8 @@ import pytest
 
 pytest.register_assert_rewrite("_rows", "_attacks", "_gated", "_processes", "_sides", "_devices")
 
+pytest_plugins = ["ucx_memh.testing.plugin"]
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
@@ -190,19 +192,6 @@ def frozen_heap() -> None:
 
 
 @pytest.fixture
-def fakes(frozen_heap: None) -> Iterator[Any]:
-    """`fakes(**options)` is open_fake(**options), with a reckoning when the test has passed.
-
-    No rule of backend.h was broken, and nothing is live: no native key, no block of memory.  The
-    core's memory is poisoned meanwhile (`fakes.memory`).
-    """
-    from _fakes import Fakes, PoisonAllocator  # the layout tests run before anything is built
-
-    with PoisonAllocator() as memory:
-        devices = Fakes(memory)
-        yield devices
-        devices.end()
-        if memory.live:
-            gc.collect()
-        memory.check()
-        assert memory.live == 0, "the core has not freed everything"
+def fakes(frozen_heap: None, fakes: Any) -> Any:
+    """The plugin's."""
+    return fakes

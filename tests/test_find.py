@@ -23,11 +23,12 @@ from hypothesis.stateful import (
 )
 
 import ucx_memh as um
-from _fakes import Books, Fakes, Own
+from _fakes import Books, Own
 from _rawqp import RawPeer
 from ucx_memh import Status
 from ucx_memh.core import memh_layout
 from ucx_memh.testing import PoisonAllocator, memh_pointer, open_fake
+from ucx_memh.testing.plugin import Fakes
 
 LIVE, REVOKING, REVOKED, CLOSED = um.MemhState
 TOP = 2**64 - 1

@@ -22,41 +22,15 @@ from ucx_memh import EpState, MdFlag, MemhState, Status
 from ucx_memh.python_backend import KeyKind, bind
 from ucx_memh.testing import PoisonAllocator, PythonDevice, open_python_device
 from ucx_memh.testing._python import FLAGS
+from ucx_memh.testing.plugin import PythonDevices
 
 HERE = Path(__file__).parent
 LIVE, REVOKING, REVOKED, CLOSED = MemhState
 
 
-class Devices:
-    """Opens devices, and closes them when the test has passed."""
-
-    def __init__(self):
-        self.opened = []
-
-    def __call__(self, **options):
-        md, device = open_python_device(**options)
-        self.opened.append((md, device))
-        return md, device
-
-    def connected(self, **options):
-        md, device = self(**options)
-        one, two = md.endpoint(), md.endpoint()
-        one.connect(two.address)
-        two.connect(one.address)
-        return md, device, one, two
-
-
 @pytest.fixture
-def devices():
-    opener = Devices()
-    yield opener
-    for md, device in opener.opened:
-        device.faults.clear()
-        device.destroy = "now" if not device.dying else "progress"
-        md.close(force=True)
-        assert device.keys == {}
-        assert device.ends == {}
-        assert device.calls["close"] == 1
+def devices(python_devices):
+    return python_devices
 
 
 # ---- the whole life ----
@@ -191,7 +165,7 @@ def test_what_is_dropped_waits_for_the_next_call(devices):
 
 def test_nothing_is_leaked(frozen_heap):
     with PoisonAllocator() as allocator:
-        opener = Devices()
+        opener = PythonDevices()
         for options in ({}, {"destroy": "progress", "deferred": True}):
             shop = Shop(opener, **options)
             operation = shop.one.get_nb(shop.rkey, shop.rkey.address, bytearray(8))

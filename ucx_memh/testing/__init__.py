@@ -6,6 +6,10 @@
 >>> memh = md.mem_reg(bytearray(64))
 >>> fake.count("mem_reg"), fake.violations
 (1, {})
+
+`open_fake` (in C) and `open_python_device` (in Python) both count, fail and are slow on request:
+`fake.count(op)`, `fake.fail(op, status)`, `fake.slow(op, seconds)`; `device.calls`, `.faults`,
+`.delays`.  `MdSuite` is the conformance kit for backends, `plugin` has fixtures for pytest.
 """
 
 from typing import TYPE_CHECKING

@@ -9,6 +9,7 @@ import ctypes
 import os
 import struct
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -83,7 +84,8 @@ class PythonDevice:
 
     `destroy`: "now", "progress" (key_destroy ends in the next progress()) or "manual" (in
     complete()); `deferred`: operations move their bytes in progress() only.  `calls` counts the
-    methods that were called, `faults` {method: exceptions} has what they raise, one at a time.
+    methods that were called, `faults` {method: exceptions} has what they raise, one at a time, and
+    `delays` {method: seconds} how long they take, in which other threads run.
     """
 
     devices: ClassVar[dict[int, "PythonDevice"]] = {}
@@ -97,6 +99,7 @@ class PythonDevice:
         self.deferred = deferred
         self.calls: Counter[str] = Counter()
         self.faults: dict[str, list[BaseException]] = {}
+        self.delays: dict[str, float] = {}
         self.keys: dict[int, tuple[int, int, MemFlag, _End | None]] = {}
         self.ends: dict[int, _End] = {}
         self.dying: deque[tuple[int, Completion]] = deque()
@@ -110,6 +113,8 @@ class PythonDevice:
 
     def _enter(self, method: str) -> None:
         self.calls[method] += 1
+        if seconds := self.delays.get(method):
+            time.sleep(seconds)
         if faults := self.faults.get(method):
             raise faults.pop(0)
 
