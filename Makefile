@@ -8,7 +8,7 @@ PIP    := $(PY) -m pip --quiet --disable-pip-version-check
 TOOLS  := $(VENV)/tools.stamp
 # Another set of backends is another editable install.
 STAMP  := $(VENV)/installed-$(shell \
-              echo $(UCX_MEMH_BACKENDS) backends/*/ucx_memh_*/ | cksum | cut -d' ' -f1).stamp
+              echo $(UCX_MEMH_BUILD_BACKENDS) backends/*/ucx_memh_*/ | cksum | cut -d' ' -f1).stamp
 DIST   := build/dist
 # What `make test` runs again on an installed sdist; `make test-dist` runs all.
 SMOKE  := tests/test_import.py tests/test_errors.py tests/test_flags.py tests/test_cli_info.py \

@@ -3,8 +3,9 @@
 
 A backend is the folder backends/<name>/ucx_memh_<name>: delete it and it is gone.  The folder has
 the package's own name because Cython ignores a .pxd in a folder of another name (cython#2452).
-UCX_MEMH_BACKENDS=cma,... builds these alone; UCX_MEMH_EXTENSIONS=0 compiles nothing (the Makefile's
-editable install, which would compile all of it in a folder of its own and throw that away).
+UCX_MEMH_BUILD_BACKENDS=cma,... builds these alone (UCX_MEMH_BACKENDS is another, at run time);
+UCX_MEMH_EXTENSIONS=0 compiles nothing (the Makefile's editable install, which would compile all of
+it in a folder of its own and throw that away).
 """
 
 import os
@@ -28,12 +29,13 @@ SOFT = "backends/ib_mlx5/softmlx5"
 
 
 def chosen_backends() -> list[str]:
-    """The backends to build: all that the tree has, or those named by UCX_MEMH_BACKENDS."""
+    """The backends to build: all that the tree has, or those named by UCX_MEMH_BUILD_BACKENDS."""
     present = {path.split("/")[1] for path in glob("backends/*/ucx_memh_*/")}
-    named = {name.strip() for name in os.environ.get("UCX_MEMH_BACKENDS", "").split(",")} - {""}
+    listed = os.environ.get("UCX_MEMH_BUILD_BACKENDS", "").split(",")
+    named = {name.strip() for name in listed} - {""}
     if unknown := named - present:
         raise SystemExit(
-            f"UCX_MEMH_BACKENDS names {', '.join(sorted(unknown))}, "
+            f"UCX_MEMH_BUILD_BACKENDS names {', '.join(sorted(unknown))}, "
             f"but the tree has: {', '.join(sorted(present)) or 'none'}"
         )
     wanted = named or present
@@ -61,7 +63,7 @@ class BuildExt(build_ext):
         if missing:
             raise SetupError(
                 f"no <{missing[0]}>: install libibverbs-dev (rdma-core-devel), "
-                "or leave the RDMA backends out with UCX_MEMH_BACKENDS=cma"
+                "or leave the RDMA backends out with UCX_MEMH_BUILD_BACKENDS=cma"
             )
         from Cython.Build import cythonize
         from Cython.Compiler.Errors import CompileError

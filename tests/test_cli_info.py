@@ -45,7 +45,7 @@ def machine(monkeypatch):
         yield SimpleNamespace(attr=ATTR)
 
     monkeypatch.setattr(um, "query_mds", lambda: found)
-    monkeypatch.setattr(um, "components", lambda: known)
+    monkeypatch.setattr(um, "components", lambda load=False: known)
     monkeypatch.setattr(um, "open_md", open_md)
 
 
@@ -99,7 +99,7 @@ def test_settings(monkeypatch, capsys):
         um.ComponentInfo("soft", "unprobed", "", "/soft.py", "1", options),
         um.ComponentInfo("none", "broken", "why", "/none.py", ""),
     ]
-    monkeypatch.setattr(um, "components", lambda: known)
+    monkeypatch.setattr(um, "components", lambda load: known)
     monkeypatch.setattr(um, "query_mds", None)  # no device is asked
     monkeypatch.setenv("UCX_MEMH_SOFT_DEPTH", "0x40")
     monkeypatch.setenv("UCX_MEMH_SOFT_CHECK", "perhaps")
@@ -138,6 +138,76 @@ set, but no setting of a component:
     assert "value" not in check
     assert (path["value"], path["source"]) == ("", "default")
     assert context["variable"] is None
+
+
+PLUGIN = """
+from ucx_memh import Component
+from ucx_memh.hookspecs import hookimpl
+@hookimpl
+def ucx_memh_components():
+    return [Component("{name}", "3.2")]
+"""
+
+
+@pytest.fixture
+def plugged(tmp_path, monkeypatch):
+    """`plugged({name: source})` installs plugins for the processes that are started."""
+
+    def install(sources):
+        info = tmp_path / "plugged-1.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugged\nVersion: 1.5\n")
+        lines = "".join(f"{name} = plugged_{name}\n" for name in sources)
+        (info / "entry_points.txt").write_text(f"[ucx_memh]\n{lines}")
+        for name, source in sources.items():
+            (tmp_path / f"plugged_{name}.py").write_text(source.format(name=name))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return install
+
+
+def told(done):
+    found = json.loads(done.stdout)["components"]
+    return {component["name"]: (component["state"], component["reason"]) for component in found}
+
+
+def test_each_in_a_process_of_its_own(plugged, python):
+    """User reports 67 and 72: one that ends its process has its state and reason, like others."""
+    plugged(
+        {
+            "aborts": "import os; os.abort()",
+            "exits": "import os; os._exit(3)",
+            "prints": "print('hello')\n" + PLUGIN,
+            "fails": "1 / 0",
+            "good": PLUGIN,
+        }
+    )
+    done = python("-m", "ucx_memh", "info", "--isolate", "--json", "--timeout", "100")
+    found = told(done)
+    assert found["aborts"][0] == found["exits"][0] == "broken"
+    assert found["aborts"][1].startswith("it ended its process: SIGABRT")
+    assert found["exits"][1] == "it ended its process: status 3"
+    assert found["fails"] == ("broken", "ZeroDivisionError: division by zero")
+    assert found["good"] == found["prints"] == ("unavailable", "it has no device")
+    assert found["cma"][0] == "available"
+    text = python("-m", "ucx_memh", "info", "--isolate").stdout
+    assert "aborts 1.5: broken (it ended its process: SIGABRT" in text
+
+
+def test_one_that_never_answers(plugged, python):
+    plugged({"hangs": "import threading; threading.Event().wait()"})
+    arguments = ("info", "--isolate", "--json", "--component", "hangs", "--timeout", "0.5")
+    found = told(python("-m", "ucx_memh", *arguments))
+    assert found == {"hangs": ("broken", "no answer within 0.5 s")}
+
+
+def test_one_component_alone(python):
+    for more in ((), ("--config",), ("--isolate",)):
+        done = python("-m", "ucx_memh", "info", "--json", "--component", "cma", *more)
+        assert list(told(done)) == ["cma"]
+    done = python("-m", "ucx_memh", "info", "--component", "nobody", check=False)
+    assert done.returncode == 2
+    assert "no component 'nobody'; known: cma" in done.stderr
 
 
 def test_this_machine(python):

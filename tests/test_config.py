@@ -117,7 +117,9 @@ def test_a_wrong_variable_is_named(monkeypatch):
 def test_variables_that_nothing_reads(monkeypatch):
     for name in ("MY_COMP_DEPTH", "MY_COMP_DEPHT", "MY_COMP_SECRET", "OTHER_DEPTH", "BACKENDS"):
         monkeypatch.setenv(f"UCX_MEMH_{name}", "1")
-    assert strangers({"my-comp": OPTIONS, "my": ()}) == [
+    monkeypatch.setenv("UCX_MEMH_LAZY_DEPTH", "1")
+    assert strangers({"lazy": None}) == strangers({"my-comp": OPTIONS}, "lazy") == []
+    assert strangers({"my-comp": OPTIONS, "my": (), "lazy": None}) == [
         "UCX_MEMH_MY_COMP_DEPHT",
         "UCX_MEMH_MY_COMP_SECRET",
     ]
@@ -150,7 +152,7 @@ def test_an_option_that_contradicts_itself(wrong):
 
 
 def test_ours_are_all_declared():
-    known = {info.name: info.options for info in um.components()}
+    known = {info.name: info.options for info in um.components(load=True)}
     assert {option.name for option in known["cma"]} == {"peer_check_interval", "yama_scope_path"}
     assert all(option.help for options in known.values() for option in options)
 

@@ -75,16 +75,16 @@ def test_wheel_has_what_a_user_needs_and_no_sources(root, tmp_path):
 
 
 def test_chosen_backends(root, tmp_path):
-    names = built(root, tmp_path, "bdist_wheel", UCX_MEMH_BACKENDS="cma")
+    names = built(root, tmp_path, "bdist_wheel", UCX_MEMH_BUILD_BACKENDS="cma")
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ucx_memh", "ucx_memh_cma"}
 
 
 def test_unknown_backend(root):
-    done = setup_py(root, "--version", UCX_MEMH_BACKENDS="cma,nothing")
+    done = setup_py(root, "--version", UCX_MEMH_BUILD_BACKENDS="cma,nothing")
     assert done.returncode != 0
     assert done.stderr.count("\n") == 1
-    assert "UCX_MEMH_BACKENDS names nothing, but the tree has: cma" in done.stderr
+    assert "UCX_MEMH_BUILD_BACKENDS names nothing, but the tree has: cma" in done.stderr
 
 
 @pytest.fixture
@@ -110,11 +110,11 @@ def test_missing_header_is_one_line(root, tmp_path, compiler_without_rdma):
     assert done.returncode != 0
     assert done.stderr.count("\n") == 1
     assert "install libibverbs-dev" in done.stderr
-    assert "UCX_MEMH_BACKENDS=cma" in done.stderr
+    assert "UCX_MEMH_BUILD_BACKENDS=cma" in done.stderr
 
 
 def test_missing_header_and_no_rdma_wanted(root, tmp_path, compiler_without_rdma):
-    done = build_ext(root, tmp_path, CC=compiler_without_rdma, UCX_MEMH_BACKENDS="cma")
+    done = build_ext(root, tmp_path, CC=compiler_without_rdma, UCX_MEMH_BUILD_BACKENDS="cma")
     assert done.returncode == 0, done.stderr
     made = {path.parent.name for path in (tmp_path / "lib").rglob("*.so")}
     assert made >= {"ucx_memh", "ucx_memh_cma"}

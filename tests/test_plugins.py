@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 
 import ucx_memh as um
+from ucx_memh import hookspecs
+from ucx_memh.core import key_query
 from ucx_memh.plugins import Plugins
 
 GOOD = """
@@ -49,24 +51,29 @@ def install(tmp_path, monkeypatch):
     core = ModuleType("ucx_memh.core")
     core.Md = FakeMd
     monkeypatch.setitem(sys.modules, "ucx_memh.core", core)
+    monkeypatch.setitem(sys.modules, "compiled", key_query)
     before = set(sys.modules)
 
-    def entry_points():
+    def entry_points(group):
         return [
             point
             for dist in distributions(path=[str(tmp_path)])
             for point in dist.entry_points
-            if point.group == "ucx_memh"
+            if point.group == group
         ]
 
-    def install(sources, dist="other_dist"):
+    def install(sources, dist="other_dist", wrappers=None):
         info = tmp_path / f"{dist}-1.5.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: 1.5\n")
         stem = dist.replace("-", "_")
-        lines = "".join(f"{name} = {stem}_{name}\n" for name in sources)
-        (info / "entry_points.txt").write_text(f"[ucx_memh]\n{lines}")
-        for name, source in sources.items():
+        groups = {"ucx_memh": sources, "ucx_memh.wrappers": wrappers or {}}
+        lines = [
+            "\n".join([f"[{group}]", *(f"{name} = {stem}_{name}" for name in named)])
+            for group, named in groups.items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        for name, source in {**sources, **groups["ucx_memh.wrappers"]}.items():
             # A test before may have loaded the real one of this name.
             monkeypatch.delitem(sys.modules, f"{stem}_{name}", raising=False)
             if source is not None:
@@ -78,12 +85,12 @@ def install(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def states(plugins):
-    return {info.name: info.state for info in plugins.components()}
+def states(plugins, load=True):
+    return {info.name: info.state for info in plugins.components(load)}
 
 
 def reason(plugins, name):
-    return next(info.reason for info in plugins.components() if info.name == name)
+    return next(info.reason for info in plugins.components(load=True) if info.name == name)
 
 
 # ---- the good case ----
@@ -91,9 +98,10 @@ def reason(plugins, name):
 
 def test_discovery_asks_no_device(install):
     plugins = install({"a": GOOD})
-    (info,) = plugins.components()
+    (info,) = plugins.components(load=True)
     assert (info.name, info.state, info.reason, info.version) == ("a", "unprobed", "", "3.2")
     assert info.path.endswith("other_dist_a.py")
+    assert info.origin == "other_dist"
     assert plugins.query_mds("a", {}) == [um.MdResource("a", "one"), um.MdResource("a", "two")]
     assert states(plugins) == {"a": "available"}
 
@@ -133,7 +141,7 @@ def test_a_plugin_gets_all_settings_and_no_others(install, monkeypatch):
 def test_a_variable_that_is_no_setting_is_told(install, monkeypatch, caplog):
     monkeypatch.setenv("UCX_MEMH_A_SPED", "5")
     assert states(install({"a": GOOD})) == {"a": "unprobed"}
-    assert caplog.messages == ["UCX_MEMH_A_SPED is set, and no component has such a setting"]
+    assert caplog.messages == ["UCX_MEMH_A_SPED is set, and a has no such setting"]
 
 
 def test_a_plugin_cannot_change_the_callers_config(install):
@@ -177,6 +185,25 @@ BROKEN = {
         "ucx_memh_query_mds = Compiled(ucx_memh_query_mds)",
         "ucx_memh_query_mds is not seen as a hook: it must be a plain Python function",
     ),
+    "really compiled": (
+        GOOD + "\nimport sys\nucx_memh_query_mds = sys.modules['compiled']",
+        "ucx_memh_query_mds is not seen as a hook: it must be a plain Python function",
+    ),
+    "another major version": (
+        GOOD + "\nAPI_VERSION = (2, 0)",
+        "it is for version 2.0 of the hooks, and this is 1.0",
+    ),
+    "a newer minor version": (
+        GOOD + "\nAPI_VERSION = (1, 7)",
+        "it is for version 1.7 of the hooks, and this is 1.0",
+    ),
+    "an older major version": (GOOD + "\nAPI_VERSION = (0, 9)", "version 0.9 of the hooks, and"),
+    "no version": (GOOD + "\nAPI_VERSION = '1.0'", "its API_VERSION is '1.0', not (major, minor)"),
+    "another's name": (
+        GOOD.replace('"{name}"', '"other"'),
+        "its entry point is named a, and its components are: other",
+    ),
+    "an option that is taken": (GOOD.replace('"speed"', '"prefer"'), "which open_md() needs"),
     "hookimpl forgotten": (GOOD + "\ndef ucx_memh_query_mds(): pass", "is not seen as a hook"),
 }
 
@@ -213,7 +240,7 @@ def test_interrupted_discovery_starts_again(install, monkeypatch):
     plugins = install({"a": GOOD, "b": source})
     monkeypatch.setattr(sys, "stop", True, raising=False)
     with pytest.raises(KeyboardInterrupt):
-        plugins.components()
+        plugins.components(load=True)
     monkeypatch.delattr(sys, "stop")
     assert states(plugins) == {"a": "unprobed", "b": "unprobed"}
 
@@ -246,7 +273,7 @@ def test_many_threads_one_discovery(install, tmp_path):
 
 
 def test_a_plugin_that_asks_back(install, monkeypatch):
-    plugins = install({"a": "import sys\nsys.plugins.components()", "z": GOOD})
+    plugins = install({"a": "import sys\nsys.plugins.query_mds('a', {{}})", "z": GOOD})
     monkeypatch.setattr(sys, "plugins", plugins, raising=False)
     assert states(plugins) == {"a": "broken", "z": "unprobed"}
     assert "BusyError" in reason(plugins, "a")
@@ -263,7 +290,7 @@ def fork_while_locked(conn):
     release = threading.Event()
 
     def hold():
-        with plugins._plugins._lock:
+        with plugins._plugins._lock, plugins._plugins._record("cma", None).lock:
             held.set()
             release.wait()
 
@@ -273,11 +300,77 @@ def fork_while_locked(conn):
     child = os.fork()
     if child == 0:
         threading.Timer(10, os._exit, (1,)).start()
-        um.components()
+        um.components(load=True)
         os._exit(0)
     release.set()
     thread.join()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---- only who is asked for is loaded ----
+
+
+def test_listing_imports_no_plugin(install):
+    """User report 72: nobody pays, or dies, for a plugin that he did not ask for."""
+    plugins = install({"a": "import os; os.abort()", "z": GOOD})
+    assert states(plugins, load=False) == {"a": "unprobed", "z": "unprobed"}
+    assert plugins.open_md("z", {}).by == "z"
+    assert plugins.query_mds("z", {})
+    with pytest.raises(um.InvalidParamError):
+        plugins.open_md("y", {})
+    assert "other_dist_a" not in sys.modules
+
+
+def test_a_plugin_that_takes_its_time_keeps_nobody_waiting(install, monkeypatch):
+    """User report 70: one that hangs; others, and the list, are there meanwhile."""
+    monkeypatch.setattr(sys, "go", threading.Event(), raising=False)
+    monkeypatch.setattr(sys, "begun", threading.Event(), raising=False)
+    plugins = install({"a": "import sys\nsys.begun.set(); sys.go.wait()\n" + GOOD, "z": GOOD})
+    opened = []
+    thread = threading.Thread(target=lambda: opened.append(plugins.open_md("a", {}).by))
+    thread.start()
+    try:
+        assert sys.begun.wait(30)
+        assert states(plugins, load=False) == {"a": "unprobed", "z": "unprobed"}
+        assert plugins.open_md("z", {}).by == "z"
+        assert opened == []
+    finally:
+        sys.go.set()
+        thread.join()
+    assert opened == ["a"]
+
+
+def test_many_threads_open_it_first(install, tmp_path):
+    """User report 69."""
+    slow = "import time; time.sleep(0.05)\n" + COUNT.format(tmp_path / "tries")
+    plugins = install({"a": slow + GOOD})
+    barrier, opened = threading.Barrier(32), []
+
+    def work():
+        barrier.wait()
+        opened.append(plugins.open_md("a", {}).by)
+
+    threads = [threading.Thread(target=work) for _ in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert opened == ["a"] * 32
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+@pytest.mark.parametrize("version", ["(1, 0)", "(1, 2)", "(1, 3)"])
+def test_an_older_minor_version_is_good(install, monkeypatch, version):
+    monkeypatch.setattr(hookspecs, "API_VERSION", (1, 3))
+    assert install({"a": GOOD + f"\nAPI_VERSION = {version}"}).open_md("a", {}).by == "a"
+
+
+def test_a_module_that_is_missing_gives_its_name_to_others(install):
+    """Ours, built without a backend, still has its entry point."""
+    install({"no": None}, dist="ucx-memh")
+    plugins = install({"no": GOOD}, dist="aaa")
+    assert plugins.open_md("no", {}).by == "no"
+    assert [info.state for info in plugins.components()] == ["available", "unavailable"]
 
 
 # ---- names ----
@@ -289,16 +382,107 @@ def test_built_in_wins_a_clash(install):
     plugins = install({"cma": thief, "x": GOOD}, dist="aaa")
     (ours, x, clash) = plugins.components()
     assert (ours.name, ours.state, x.name) == ("cma", "unprobed", "x")
-    assert (clash.name, clash.state) == ("cma", "broken")
-    assert clash.reason == f"the name is taken by {ours.path}"
-    assert "aaa" in clash.path
-    md = plugins.open_md("cma", {})
-    assert md.by == "cma"
+    assert (clash.name, clash.state, clash.origin) == ("cma", "hidden", "aaa")
+    assert clash.reason == "the name is taken by ucx_memh_cma (ucx-memh 1.5)"
+    assert plugins.open_md("cma", {}).by == "cma"
     assert [str(device) for device in plugins.query_mds("cma", {})] == ["cma/one", "cma/two"]
+    for prefer in ("aaa", "aaa_cma"):
+        assert plugins.open_md("cma", {"prefer": prefer}).by == "thief"
+        assert plugins.open_md(um.MdResource("cma", "one"), {"prefer": prefer}).by == "thief"
+        assert len(plugins.query_mds("cma", {"prefer": prefer})) == 2
+    assert plugins.open_md("cma", {}).by == "cma"
+    assert [info.state for info in plugins.components()] == ["available", "unprobed", "hidden"]
+    for call in (plugins.query_mds, plugins.open_md):
+        with pytest.raises(um.InvalidParamError, match=r"no component 'cma' of 'bbb'; there is: "):
+            call("cma", {"prefer": "bbb"})
+
+
+def test_a_clash_of_two_plugins_is_an_error_that_names_both(install, monkeypatch):
+    """User report 71: two of one name, versions 1.0 and 1.1."""
+    install({"foo": GOOD.replace('Md("{name}"', 'Md("first"')}, dist="aaa")
+    plugins = install({"foo": GOOD.replace('Md("{name}"', 'Md("second"'), "x": GOOD}, dist="bbb")
+    assert [(i.name, i.state) for i in plugins.components()] == [
+        ("x", "unprobed"), ("foo", "hidden"), ("foo", "hidden"),
+    ]  # fmt: skip
+    for call in (plugins.query_mds, plugins.open_md):
+        with pytest.raises(um.NoDeviceError, match="plugins have the same name") as caught:
+            call("foo", {})
+        assert "aaa_foo (aaa 1.5) and bbb_foo (bbb 1.5)" in caught.value.detail
+    assert {md.component for md in plugins.query_mds(None, {})} == {"x"}
+    assert not {"aaa_foo", "bbb_foo"} & set(sys.modules)  # neither was even imported
+    assert plugins.open_md("foo", {"prefer": "bbb"}).by == "second"
+    assert plugins.open_md("foo", {"prefer": "aaa"}).by == "first"
+
+
+# ---- UCX_MEMH_BACKENDS ----
+
+
+@pytest.mark.parametrize(
+    ("choice", "usable"),
+    [
+        ("", "a b c"),
+        ("a", "a"),
+        (" c , a ,", "a c"),
+        ("^b", "a c"),
+        ("^a,^b", "c"),
+        ("a,b,^b", "a"),
+        ("nobody", ""),
+    ],
+)
+def test_the_environment_chooses(install, monkeypatch, caplog, choice, usable):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", choice)
+    plugins = install(dict.fromkeys("abc", GOOD))
+    assert {md.component for md in plugins.query_mds(None, {})} == set(usable.split())
+    for name in set("abc") - set(usable.split()):
+        assert f"other_dist_{name}" not in sys.modules
+        assert reason(plugins, name) == "UCX_MEMH_BACKENDS leaves it out"
+        for config in ({}, {"prefer": "other_dist"}):
+            with pytest.raises(um.MemhError):
+                plugins.open_md(name, config)
+    told = "UCX_MEMH_BACKENDS names nobody, and nothing of that name is installed"
+    assert (told in caplog.messages) == (choice == "nobody")
+
+
+def test_the_environment_settles_a_clash(install, monkeypatch):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", "foo@bbb,x@nobody")
+    install({"foo": GOOD.replace('Md("{name}"', 'Md("first"'), "y": GOOD}, dist="aaa")
+    plugins = install({"foo": GOOD.replace('Md("{name}"', 'Md("second"'), "x": GOOD}, dist="bbb")
+    assert plugins.open_md("foo", {}).by == "second"
+    assert plugins.open_md("y", {}).by == "y"
+    assert reason(plugins, "x") == "UCX_MEMH_BACKENDS wants it of nobody"
+    hidden = [info for info in plugins.components() if info.state == "hidden"]
+    assert {info.origin: info.reason for info in hidden} == {
+        "aaa": "UCX_MEMH_BACKENDS takes bbb_foo (bbb 1.5)",
+        "bbb": "UCX_MEMH_BACKENDS wants it of nobody",
+    }
+
+
+@pytest.mark.parametrize("item", ["+{path}", "+cma={other}", "+cma=a_module"])
+def test_a_path_wins_over_all(install, monkeypatch, tmp_path, item):
+    source = GOOD.format(name="cma").replace('Md("cma"', 'Md("path"')
+    for name in ("cma.py", "other.py", "a_module.py"):
+        (tmp_path / name).write_text(source)
+    item = item.format(path=tmp_path / "cma.py", other=tmp_path / "other.py")
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", item)
+    plugins = install({"cma": GOOD, "x": GOOD}, dist="ucx-memh")
+    assert plugins.open_md("cma", {}).by == "path"
+    assert plugins.open_md("x", {}).by == "x"
+    assert plugins.open_md("cma", {"prefer": "ucx-memh"}).by == "cma"
+    assert [(i.name, i.state) for i in plugins.components()][-1] == ("cma", "hidden")
+
+
+@pytest.mark.parametrize("path", ["+/nowhere/foo.py", "+/nowhere/foo", "+foo=no_such_module"])
+def test_a_path_that_leads_nowhere(install, monkeypatch, path):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", path)
+    plugins = install({"x": GOOD})
+    assert states(plugins)["foo"] in ("broken", "unavailable")
+    assert reason(plugins, "foo")
+    assert plugins.open_md("x", {}).by == "x"
 
 
 def test_unknown_component(install):
     plugins = install({"a": GOOD, "b": "1 / 0"})
+    assert states(plugins) == {"a": "unprobed", "b": "broken"}
     for call in (plugins.query_mds, plugins.open_md):
         with pytest.raises(um.InvalidParamError, match=r"'c'; known: a \(unprobed\), b \(broken\)"):
             call("c", {})
@@ -383,7 +567,7 @@ def test_open_errors_come_through(install):
         install({"a": source}).open_md("a", {})
 
 
-def test_a_wrapping_plugin_sees_every_call(install):
+def test_a_wrapping_plugin_sees_every_call(install, caplog):
     trace = """
 from ucx_memh.hookspecs import hookimpl
 seen = []
@@ -393,9 +577,14 @@ def ucx_memh_query_mds(component, config):
     seen.append(component)
     return (yield)
 """
-    plugins = install({"a": GOOD, "b": GOOD, "trace": trace})
+    wrappers = {"trace": trace, "wrong": "1 / 0", "more": GOOD}
+    plugins = install({"a": GOOD, "b": GOOD}, wrappers=wrappers)
     assert len(plugins.query_mds(None, {})) == 4
     assert sys.modules["other_dist_trace"].seen == ["a", "b"]
+    assert caplog.messages == [
+        "wrapper more is broken: it has components: they need entry points",
+        "wrapper wrong is broken: ZeroDivisionError: division by zero",
+    ]
 
 
 # ---- silence ----

@@ -63,20 +63,22 @@ __all__ += errors.__all__
 __all__ += flags.__all__
 
 
-def components() -> list[ComponentInfo]:
+def components(load: bool = False) -> list[ComponentInfo]:
     """Every component that is installed and what is known of it; asks no device.
 
-    Any thread may call it.  Never fails because of a plugin: that one is "broken", with a reason.
+    Plugins are not imported, unless `load`; their options are known only then.  Any thread may
+    call it.  Never fails because of a plugin: that one is "broken", with a reason.
     """
     from ucx_memh.plugins import components
 
-    return components()
+    return components(load)
 
 
 def query_mds(component: str | None = None, **config: object) -> list[MdResource]:
     """The devices of one component, or of all; asks the devices anew at each call.
 
-    For all, a component without devices adds nothing (components() keeps the reason).  For one,
+    Imports the plugins that it asks.  For all, a component without devices adds nothing
+    (components() keeps the reason).  For one,
     InvalidParamError: there is no such component; NoDeviceError: it has no device, and why.
     `config` goes to the backend, as in open_md().  Any thread may call it.
     """
@@ -90,7 +92,8 @@ def open_md(spec: "str | MdResource", **config: object) -> "Md":
 
     `config` has settings of the component, by the names of its options; text is read as their
     type.  `python -m ucx_memh info --config` lists them, with the environment variables that set
-    them where `config` does not.
+    them where `config` does not.  `prefer`, which is no setting, names a distribution, module or
+    path: of several components of one name its one is taken, also over one of ours.
 
     InvalidParamError: there is no such component, or `config` or the environment has what is no
     setting of it; NoDeviceError: there is no such device, and why.  Any thread may call it.

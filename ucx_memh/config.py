@@ -151,13 +151,21 @@ def settings(
     return [setting_of(component, option, given) for option in options]
 
 
-def strangers(components: Mapping[str, Iterable[Option]]) -> list[str]:
-    """The variables that are named like a setting of these components, and are none."""
-    known = {
-        variable(name, option.name)
-        for name, options in components.items()
-        for option in options
-        if option.environment
-    }
-    prefixes = tuple(variable(name, "") for name in components)
-    return sorted(name for name in os.environ if name.startswith(prefixes) and name not in known)
+def strangers(
+    components: Mapping[str, Iterable[Option] | None], component: str | None = None
+) -> list[str]:
+    """The variables that are named like a setting of one of these components, and are none.
+
+    Of all, or those that are like a setting of that `component`.  None as options: they are not
+    known, and any variable may be one.
+    """
+    by_prefix = {variable(name, ""): name for name in components}
+    found = []
+    for name in os.environ:
+        # UCX_MEMH_IB_MLX5_UMR is for ib_mlx5, and not for ib.
+        owner = by_prefix.get(max(filter(name.startswith, by_prefix), key=len, default=""))
+        options = components.get(owner) if owner else None
+        if options is not None and component in (None, owner):
+            known = {variable(owner, option.name) for option in options if option.environment}
+            found += [name] if name not in known else []
+    return sorted(found)

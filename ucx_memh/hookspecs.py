@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The hooks of a backend plugin.
 
-A plugin is a module named by an entry point of the group "ucx_memh".  Its hookimpls must be plain
-Python functions: pluggy does not see those that Cython compiled.  They run in any thread, on cold
-paths only, and are called with keyword arguments::
+A plugin is a module named by an entry point of the group "ucx_memh"; the entry point's name is
+the component's, and a module with several components has an entry point for each.  Its hookimpls
+must be plain Python functions: pluggy does not see those that Cython compiled.  They run in any
+thread, on cold paths only, and are called with keyword arguments::
 
     from ucx_memh.hookspecs import hookimpl
+
+    API_VERSION = (1, 0)  # of the hooks, that it was written for; this is also the default
 
     @hookimpl
     def ucx_memh_components():
         return [Component("mine", version="1.0")]
+
+Importing it must ask for no other component.  A plugin without components, say one that wraps every
+call, is an entry point of the group "ucx_memh.wrappers".
 """
 
 from typing import TYPE_CHECKING, Any
@@ -21,9 +27,19 @@ from ucx_memh.resources import Component, MdResource
 if TYPE_CHECKING:
     from ucx_memh.core import Md
 
-__all__ = ["PROJECT", "hookimpl", "ucx_memh_components", "ucx_memh_open_md", "ucx_memh_query_mds"]
+__all__ = [
+    "API_VERSION",
+    "PROJECT",
+    "WRAPPERS",
+    "hookimpl",
+    "ucx_memh_components",
+    "ucx_memh_open_md",
+    "ucx_memh_query_mds",
+]
 
 PROJECT = "ucx_memh"  # pluggy's project name, and the entry points' group
+WRAPPERS = "ucx_memh.wrappers"  # the group of those that only look on
+API_VERSION = (1, 0)  # of these hooks: a plugin's major must be the same, its minor not newer
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

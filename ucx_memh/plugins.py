@@ -1,16 +1,32 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Finds backends and talks to them.  With hookspecs.py the only file that imports pluggy.
 
-A plugin that fails does so alone: it is kept as "broken", with its reason, and the others work.
+A component is an entry point of the group "ucx_memh"; its name is the component's.  Which there are
+is known from the metadata of what is installed; a plugin is imported when it is first asked for,
+once, while all others can be used.  One that fails does so alone: it is kept as "broken", with its
+reason.
+
+Of equal names ours wins, and of two plugins neither: both are "hidden", and `prefer` in a call or
+UCX_MEMH_BACKENDS chooses.  UCX_MEMH_BACKENDS is a list, with commas, of
+
+    name            only the components that are named so
+    ^name           all but those
+    name@origin     of those with this name the one of this distribution or module
+    +path           and a plugin that is not installed, a file or a module; it wins a clash;
+    +name=path      its name is the last part of its path if it has no other
 """
 
+import importlib
 import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +34,12 @@ import pluggy
 
 from ucx_memh import hookspecs
 from ucx_memh.config import Option, settings, strangers
+from ucx_memh.elf import trouble
 from ucx_memh.errors import BusyError, DeviceError, InvalidParamError, NoDeviceError
 from ucx_memh.resources import (
     AVAILABLE,
     BROKEN,
+    HIDDEN,
     UNAVAILABLE,
     UNPROBED,
     Component,
@@ -34,22 +52,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Plugins", "components", "open_md", "query_mds"]
 
+CHOICE = "UCX_MEMH_BACKENDS"
+
 log = logging.getLogger("ucx_memh")
 log.addHandler(logging.NullHandler())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Record:
-    """What is known of one component; replaced values only, so a reader needs no lock."""
+    """What is known of one entry point.  State, reason and error are replaced, never changed, so
+    that a reader needs no lock; the lock is for loading it."""
 
     name: str
     version: str
     path: str
-    options: tuple[Option, ...] = ()
-    plugin: object = None
+    origin: str  # whose it is: a distribution, or UCX_MEMH_BACKENDS
+    load: Callable[[], object]
+    module: str = ""
+    rank: int = 2  # 0: named by UCX_MEMH_BACKENDS, 1: ours
+    hidden: str = ""  # why its name does not lead to it
+    left_out: bool = False  # and `prefer` does not, either
     state: str = UNPROBED
     reason: str = ""
     error: BaseException | None = None
+    options: tuple[Option, ...] = ()
+    manager: pluggy.PluginManager | None = None  # once it is loaded: its plugin and the wrappers
+    lock: Any = field(default_factory=threading.RLock)
+    loading: bool = False
+    tried: bool = False
 
     def became(self, state: str, reason: str = "", error: BaseException | None = None) -> None:
         if (state, reason) != (self.state, self.reason):
@@ -58,9 +88,13 @@ class _Record:
         self.state, self.reason, self.error = state, reason, error
 
     def info(self) -> ComponentInfo:
+        state, reason = (HIDDEN, self.hidden) if self.hidden else (self.state, self.reason)
         return ComponentInfo(
-            self.name, self.state, self.reason, self.path, self.version, self.options
+            self.name, state, reason, self.path, self.version, self.options, self.origin
         )
+
+    def __str__(self) -> str:
+        return f"{self.path} ({' '.join(filter(None, [self.origin, self.version]))})"
 
 
 class _BadPluginError(Exception):
@@ -68,37 +102,45 @@ class _BadPluginError(Exception):
 
 
 class Plugins:
-    """The components of some entry points.
+    """The components of some entry points, given by group.
 
-    Discovery runs at the first use, once, in one thread while others wait; each entry point is
-    tried once.  Hooks run without a lock.
+    Discovery reads metadata, once, in one thread while others wait; each entry point is loaded
+    once, when it is asked for, while only those wait who ask for the same.  Hooks run without a
+    lock.
     """
 
-    def __init__(self, entry_points: Callable[[], Iterable[EntryPoint]]) -> None:
+    def __init__(self, entry_points: Callable[[str], Iterable[EntryPoint]]) -> None:
         self._entry_points = entry_points
         self._lock = threading.RLock()
-        self._discovering = False
-        self._manager: pluggy.PluginManager | None = None
-        self._records: list[_Record] = []
+        self._records: list[_Record] | None = None
+        self._wrappers: list[tuple[object, str]] | None = None
+        self._wrapping = False
 
-    def forget_lock(self) -> None:
-        """In a forked child: the thread that held the lock is not there to release it."""
-        self._lock = threading.RLock()
-        self._discovering = False
+    def forget_locks(self) -> None:
+        """In a forked child: the thread that held a lock is not there to release it."""
+        self._lock, self._wrapping = threading.RLock(), False
+        for record in self._records or ():
+            record.lock, record.loading = threading.RLock(), False
 
     # ---- the three questions ----
 
-    def components(self) -> list[ComponentInfo]:
-        """All that is known, the usable ones first, without asking a device."""
-        return [record.info() for record in self._discovered()]
+    def components(self, load: bool = False) -> list[ComponentInfo]:
+        """As ucx_memh.components."""
+        records = self._discovered()
+        for record in records if load else ():
+            if not record.hidden:
+                with suppress(NoDeviceError):
+                    self._loaded(record)
+        return [record.info() for record in sorted(records, key=_usable_first)]
 
-    def query_mds(self, component: str | None, config: dict[str, Any]) -> list[MdResource]:
+    def query_mds(self, component: str | None, config: Mapping[str, Any]) -> list[MdResource]:
         """As ucx_memh.query_mds."""
+        config = dict(config)
         if component is not None:
-            return self._query(self._record(component), config)
+            return self._query(self._record(component, config.pop("prefer", None)), config)
         found: list[MdResource] = []
         for record in self._discovered():
-            if record.plugin is None:
+            if record.hidden:
                 continue
             try:
                 with suppress(NoDeviceError):  # the record has the reason
@@ -109,22 +151,23 @@ class Plugins:
                 record.became(UNAVAILABLE, error.detail, error)  # the environment's fault
         return found
 
-    def open_md(self, spec: str | MdResource, config: dict[str, Any]) -> "Md":
+    def open_md(self, spec: str | MdResource, config: Mapping[str, Any]) -> "Md":
         """As ucx_memh.open_md."""
+        config = dict(config)
+        prefer = config.pop("prefer", None)
         if isinstance(spec, MdResource):
-            resource, record = spec, self._record(spec.component)
-            if record.plugin is None:
-                raise _no_device(record)
+            resource, record = spec, self._record(spec.component, prefer)
+            self._loaded(record)
         elif isinstance(spec, str):
             name, _, md_name = spec.partition("/")
-            record = self._record(name)
+            record = self._record(name, prefer)
             resource = _choose(self._query(record, config), name, md_name)
         else:
             raise InvalidParamError(
                 f"want a name or an MdResource, not {type(spec).__name__}", op="open_md"
             )
         values = {s.option.name: s.value for s in settings(record.name, record.options, config)}
-        opened = self._hook(record, "ucx_memh_open_md")(resource=resource, config=values)
+        opened = _hooks(record).ucx_memh_open_md(resource=resource, config=values)
         from ucx_memh.core import Md
 
         if not isinstance(opened, Md):
@@ -137,11 +180,21 @@ class Plugins:
 
     # ---- asking one component ----
 
-    def _record(self, name: str) -> _Record:
+    def _record(self, name: str, prefer: str | None) -> _Record:
+        """The one of that name, of several the preferred one; NoDeviceError: it is hidden."""
         records = self._discovered()
-        for record in records:
-            if record.name == name:
+        named = [record for record in records if record.name == name]
+        if prefer is not None:
+            for record in named:
+                if not record.left_out and prefer in (record.origin, record.module, record.path):
+                    return record
+            there = "; ".join(map(str, named)) or "none"
+            raise InvalidParamError(f"no component {name!r} of {prefer!r}; there is: {there}")
+        for record in named:
+            if not record.hidden:
                 return record
+        if named:
+            raise NoDeviceError(f"{HIDDEN}: {named[0].hidden}", component=name)
         known = ", ".join(f"{record.name} ({record.state})" for record in records) or "none"
         raise InvalidParamError(f"no component {name!r}; known: {known}")
 
@@ -150,11 +203,10 @@ class Plugins:
 
         InvalidParamError: of a setting that is not a default one.
         """
-        if record.plugin is None:
-            raise _no_device(record)
+        self._loaded(record)
         found = settings(record.name, record.options, config)
         try:
-            answers = self._hook(record, "ucx_memh_query_mds")(
+            answers = _hooks(record).ucx_memh_query_mds(
                 component=record.name, config={s.option.name: s.value for s in found}
             )
             devices = [_checked_md(record, md) for answer in answers for md in answer]
@@ -171,90 +223,211 @@ class Plugins:
         record.became(AVAILABLE)
         return devices
 
-    def _hook(self, record: _Record, name: str) -> pluggy.HookCaller:
-        """The hook, without the plugins of other components, so that a failure is its own.
+    # ---- loading ----
 
-        A plugin without components, say one that wraps every call, sees all of them.
+    def _loaded(self, record: _Record) -> None:
+        """Load its plugin, unless that was tried; NoDeviceError: why there is none."""
+        if not record.tried:
+            wrappers = self._all_wrappers()
+            with record.lock:
+                if record.loading:
+                    raise BusyError(f"{record.name} was asked for while it was being loaded")
+                if not record.tried:
+                    record.loading = True
+                    try:
+                        self._load(record, wrappers)
+                        record.tried = True
+                    finally:
+                        record.loading = False
+        if record.manager is None:
+            raise _no_device(record)
+
+    def _load(self, record: _Record, wrappers: list[tuple[object, str]]) -> None:
+        """Import the plugin, look whether it keeps the rules, and only then keep it.
+
+        A plugin that exits or breaks while it is imported must not take the others along, so all
+        but KeyboardInterrupt is caught.
         """
-        others = {id(r.plugin): r.plugin for r in self._records if r.plugin is not None}
-        others.pop(id(record.plugin))
-        assert self._manager is not None
-        return self._manager.subset_hook_caller(name, others.values())
+        try:
+            _look_at_files(record.module)
+            plugin = record.load()
+            record.path = getattr(plugin, "__file__", None) or record.path
+            component = _own(_try_alone(plugin), record.name)
+            manager = _new_manager()
+            for wrapper, name in wrappers:
+                manager.register(wrapper, name)
+            manager.register(plugin, record.module)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing and f"{record.module}.".startswith(f"{missing}."):
+                record.became(UNAVAILABLE, _absent(record), error)
+            else:
+                record.became(BROKEN, _reason(error), error)
+            return
+        record.options = component.options
+        record.version = component.version or record.version
+        record.manager = manager
+        records = self._records or ()
+        known = {r.name: r.options if r.manager else None for r in records if not r.hidden}
+        for name in strangers(known, record.name):
+            log.warning("%s is set, and %s has no such setting", name, record.name)
+
+    def _all_wrappers(self) -> list[tuple[object, str]]:
+        """The plugins of the group for those that see the calls of all; each fails alone."""
+        with self._lock:
+            if self._wrapping:
+                raise BusyError("a wrapper asked for components while it was being loaded")
+            if self._wrappers is None:
+                self._wrapping = True
+                try:
+                    self._wrappers = self._load_wrappers()
+                finally:
+                    self._wrapping = False
+            return self._wrappers
+
+    def _load_wrappers(self) -> list[tuple[object, str]]:
+        wrappers = []
+        for point in sorted(self._entry_points(hookspecs.WRAPPERS), key=str):
+            try:
+                plugin = point.load()
+                if _try_alone(plugin):
+                    raise _BadPluginError("it has components: they need entry points")
+                wrappers.append((plugin, point.value))
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                log.warning("wrapper %s is broken: %s", point.name, _reason(error))
+        return wrappers
 
     # ---- discovery ----
 
     def _discovered(self) -> list[_Record]:
-        if self._manager is None:
+        if self._records is None:
             with self._lock:
-                if self._discovering:
-                    raise BusyError("a plugin asked for components while it was being loaded")
-                if self._manager is None:
-                    self._discovering = True
-                    try:
-                        self._discover()
-                    finally:
-                        self._discovering = False
+                if self._records is None:
+                    self._records = self._discover()
         return self._records
 
-    def _discover(self) -> None:
-        """Fill the manager and the records, then publish both; all or, interrupted, nothing."""
-        manager = _new_manager()
-        records: list[_Record] = []
-        for point in sorted(self._entry_points(), key=_rank):
-            records += _load(point, manager, {r.name: r for r in records if r.plugin is not None})
-        records.sort(key=lambda record: record.plugin is None)  # a name finds its usable owner
-        for name in strangers({record.name: record.options for record in records}):
-            log.warning("%s is set, and no component has such a setting", name)
-        self._records = records
-        self._manager = manager
+    def _discover(self) -> list[_Record]:
+        """Who there is, by the metadata alone."""
+        only, without, preferred, added = _choices(os.environ.get(CHOICE, ""))
+        records = [*added]
+        for point in self._entry_points(hookspecs.PROJECT):
+            owner = point.dist.name if point.dist else ""
+            records.append(
+                _Record(
+                    name=point.name,
+                    version=point.dist.version if point.dist else "",
+                    path=point.value,
+                    origin=owner,
+                    load=point.load,
+                    module=point.value.partition(":")[0].strip(),
+                    rank=1 if owner.replace("-", "_") == "ucx_memh" else 2,
+                )
+            )
+        for record in records:
+            if record.rank == 1 and find_spec(record.module.partition(".")[0]) is None:
+                record.rank, record.tried = 3, True  # it takes its name from nobody
+                record.became(UNAVAILABLE, _absent(record))
+        records.sort(key=lambda record: (record.rank, record.origin, record.name))
+        for name in sorted((only | without) - {record.name for record in records}):
+            log.warning("%s names %s, and nothing of that name is installed", CHOICE, name)
+        for record in records:
+            if record.rank and (record.name in without or (only and record.name not in only)):
+                record.left_out, record.hidden = True, f"{CHOICE} leaves it out"
+        there = [record for record in records if record.rank < 3 and not record.left_out]
+        for name in {record.name for record in there}:
+            _settle([record for record in there if record.name == name], preferred.get(name))
+        return records
 
 
-def _load(
-    point: EntryPoint, manager: pluggy.PluginManager, taken: dict[str, _Record]
-) -> list[_Record]:
-    """Register one entry point's plugin; the records of its components, or one that says why not.
+def _settle(rivals: list[_Record], preferred: str | None) -> None:
+    """Who of those with one name has it; the others are hidden, and say by whom."""
+    if preferred is not None:
+        named = [r for r in rivals if preferred in (r.origin, r.module, r.path)]
+        why = f"{CHOICE} takes {{}}"
+    else:
+        named = [r for r in rivals if r.rank == min(rival.rank for rival in rivals)]
+        why = "the name is taken by {}"
+    if len(named) != 1 and len(rivals) > 1:
+        both = " and ".join(map(str, named or rivals))
+        for record in rivals:
+            record.hidden = f"plugins have the same name: {both}; prefer= chooses"
+        return
+    for record in rivals:
+        if record not in named:
+            record.hidden = why.format(named[0]) if named else f"{CHOICE} wants it of {preferred}"
 
-    A plugin that exits or breaks while it is imported must not take the others along, so all but
-    KeyboardInterrupt is caught.
-    """
-    version = point.dist.version if point.dist else ""
-    failed = _Record(point.name, version, point.value)
+
+def _choices(text: str) -> tuple[set[str], set[str], dict[str, str], list[_Record]]:
+    """UCX_MEMH_BACKENDS, read: only these, without these, preferred origins, added plugins."""
+    only: set[str] = set()
+    without: set[str] = set()
+    preferred: dict[str, str] = {}
+    added: list[_Record] = []
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        if item[0] == "+":
+            name, given, path = item[1:].rpartition("=")
+            added.append(_added(name if given else "", path))
+        elif item[0] == "^":
+            without.add(item[1:].strip())
+        else:
+            name, chosen, origin = item.partition("@")
+            if chosen:
+                preferred[name] = origin
+            else:
+                only.add(name)
+    if only:
+        only |= set(preferred)
+    return only, without, preferred, added
+
+
+def _added(name: str, path: str) -> _Record:
+    """A plugin that is not installed: a file, or a module that can be imported."""
+    is_file = os.sep in path or path.endswith(".py")
+    name = name or (Path(path).name.partition(".")[0] if is_file else path.rpartition(".")[2])
+    load = (lambda: _from_file(name, path)) if is_file else (lambda: importlib.import_module(path))
+    module = "" if is_file else path
+    return _Record(name, "", path, origin=CHOICE, load=load, module=module, rank=0)
+
+
+def _from_file(name: str, path: str) -> ModuleType:
+    full = f"_{CHOICE.lower()}_{name}"
+    spec = spec_from_file_location(full, path)
+    if spec is None or spec.loader is None:
+        raise _BadPluginError(f"{path} is no Python file")
+    if path.endswith(".so") and (why := trouble(path)):
+        raise _BadPluginError(f"{path}: {why}")
+    module = module_from_spec(spec)
+    sys.modules[full] = module
     try:
-        plugin = point.load()
-        failed.path = getattr(plugin, "__file__", None) or point.value
-        described = _try_alone(plugin)
-        # One whose names are all taken must not answer in the place of their owners.
-        if not described or any(component.name not in taken for component in described):
-            manager.register(plugin, point.name)
-    except KeyboardInterrupt:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[full]
         raise
-    except ModuleNotFoundError as error:
-        absent = error.name is not None and f"{point.module}.".startswith(f"{error.name}.")
-        if absent:
-            failed.became(UNAVAILABLE, f"{point.module} is not part of this installation", error)
-        else:
-            failed.became(BROKEN, _reason(error), error)
-        return [failed]
-    except BaseException as error:
-        failed.became(BROKEN, _reason(error), error)
-        return [failed]
+    return module
 
-    records = []
-    for component in described:
-        record = _Record(
-            component.name, component.version or version, failed.path, component.options
-        )
-        if owner := taken.get(component.name):
-            record.became(BROKEN, f"the name is taken by {owner.path}")
-        else:
-            record.plugin = plugin
-        records.append(record)
-    return records
+
+def _look_at_files(module: str) -> None:
+    """Of the shared objects of its package: one that was cut off would end the process."""
+    spec = find_spec(module.partition(".")[0]) if module else None
+    if spec is None:
+        return  # importing it will say so
+    folders = spec.submodule_search_locations or ()
+    files = [path for folder in folders for path in sorted(Path(folder).rglob("*.so"))]
+    if spec.origin and spec.origin.endswith(".so"):
+        files.append(Path(spec.origin))
+    for path in files:
+        if why := trouble(str(path)):
+            raise _BadPluginError(f"{path}: {why}")
 
 
 def _try_alone(plugin: object) -> list[Component]:
     """What the plugin offers, if it keeps the rules; in a manager of its own, so that a plugin
     that does not is never among the others."""
+    _check_version(getattr(plugin, "API_VERSION", (1, 0)))
     manager = _new_manager()
     manager.register(plugin)
     manager.check_pending()  # a hook that we do not have, most often a misspelt one
@@ -277,12 +450,38 @@ def _try_alone(plugin: object) -> list[Component]:
     for component in described:
         if not isinstance(component, Component):
             raise _BadPluginError(f"ucx_memh_components gave {component!r}, which is no Component")
-        if not all(isinstance(option, Option) for option in component.options):
-            raise _BadPluginError(f"the options of {component.name} are not all an Option")
-        names = [option.name for option in component.options]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise _BadPluginError(f"{component.name} has two options {min(twice)!r}")
+        _check_options(component)
     return described
+
+
+def _check_options(component: Component) -> None:
+    if not all(isinstance(option, Option) for option in component.options):
+        raise _BadPluginError(f"the options of {component.name} are not all an Option")
+    names = [option.name for option in component.options]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise _BadPluginError(f"{component.name} has two options {min(twice)!r}")
+    if "prefer" in names:
+        raise _BadPluginError(f"{component.name} has an option 'prefer', which open_md() needs")
+
+
+def _check_version(wanted: object) -> None:
+    """A plugin for another major version does not fit, nor one for a newer minor one."""
+    if not (isinstance(wanted, tuple) and len(wanted) == 2 and all(type(n) is int for n in wanted)):
+        raise _BadPluginError(f"its API_VERSION is {wanted!r}, not (major, minor)")
+    major, minor = hookspecs.API_VERSION
+    if wanted[0] != major or wanted[1] > minor:
+        raise _BadPluginError(
+            f"it is for version {wanted[0]}.{wanted[1]} of the hooks, and this is {major}.{minor}"
+        )
+
+
+def _own(described: list[Component], name: str) -> Component:
+    """The component that the entry point is for."""
+    for component in described:
+        if component.name == name:
+            return component
+    offers = ", ".join(component.name for component in described) or "none"
+    raise _BadPluginError(f"its entry point is named {name}, and its components are: {offers}")
 
 
 def _new_manager() -> pluggy.PluginManager:
@@ -291,10 +490,17 @@ def _new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _rank(point: EntryPoint) -> tuple[bool, str, str]:
-    """Our own first: they win a clash of names."""
-    owner = point.dist.name.replace("-", "_") if point.dist else ""
-    return owner != "ucx_memh", owner, point.name
+def _hooks(record: _Record) -> Any:
+    assert record.manager is not None
+    return record.manager.hook
+
+
+def _usable_first(record: _Record) -> bool:
+    return bool(record.hidden) or (record.tried and record.manager is None)
+
+
+def _absent(record: _Record) -> str:
+    return f"{record.module} is not part of this installation"
 
 
 def _checked_md(record: _Record, md: object) -> MdResource:
@@ -325,8 +531,8 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-_plugins = Plugins(lambda: entry_points(group=hookspecs.PROJECT))
-os.register_at_fork(after_in_child=_plugins.forget_lock)
+_plugins = Plugins(lambda group: entry_points(group=group))
+os.register_at_fork(after_in_child=_plugins.forget_locks)
 components = _plugins.components
 query_mds = _plugins.query_mds
 open_md = _plugins.open_md

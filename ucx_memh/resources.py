@@ -10,6 +10,7 @@ from ucx_memh.flags import Enforcement, MdFlag, MemFlag, MemType
 __all__ = [
     "AVAILABLE",
     "BROKEN",
+    "HIDDEN",
     "UNAVAILABLE",
     "UNPROBED",
     "Component",
@@ -22,10 +23,11 @@ __all__ = [
 ]
 
 # States of a component.
-UNPROBED = "unprobed"  # its plugin is loaded, nobody has asked it for devices yet
+UNPROBED = "unprobed"  # nobody has asked it for devices yet
 AVAILABLE = "available"  # it has devices
 UNAVAILABLE = "unavailable"  # it works, but there is nothing here for it
 BROKEN = "broken"  # its plugin failed
+HIDDEN = "hidden"  # another has its name, or UCX_MEMH_BACKENDS leaves it out
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,9 @@ class ComponentInfo:
     path: str
     version: str
     options: tuple[Option, ...] = ()
+    """Its settings, when it is loaded."""
+    origin: str = ""
+    """The distribution that it came with."""
 
 
 @dataclass(frozen=True, slots=True)

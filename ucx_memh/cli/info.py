@@ -3,7 +3,12 @@
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from enum import Flag
 
@@ -12,9 +17,24 @@ from ucx_memh.config import setting_of, strangers, variable
 
 __all__ = ["add_arguments", "run"]
 
+NOT_LOADED = ("broken", "hidden", "unavailable")  # of these the options may not be known
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for a program")
+    parser.add_argument("--component", metavar="NAME", help="this one alone")
+    parser.add_argument(
+        "--isolate",
+        action="store_true",
+        help="ask each component in a process of its own, which it may end or keep",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=10,
+        metavar="SECONDS",
+        help="for each with --isolate (default 10)",
+    )
     parser.add_argument(
         "--config",
         action="store_true",
@@ -23,22 +43,75 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    report, text = (settings(), settings_text) if args.config else (collect(), as_text)
+    if args.component is not None:
+        _known(args.component)
+    if args.config:
+        report, text = settings(args.component), settings_text
+    elif args.isolate:
+        report, text = isolated(args.component, args.timeout), as_text
+    else:
+        report, text = collect(args.component), as_text
     print(json.dumps(report, indent=2) if args.json else text(report))
     return 0
 
 
-def collect() -> dict:
+def _known(component: str) -> None:
+    names = sorted({info.name for info in um.components()})
+    if component not in names:
+        raise um.InvalidParamError(f"no component {component!r}; known: {', '.join(names)}")
+
+
+def _of(component: str | None, load: bool = False) -> list[um.ComponentInfo]:
+    return [info for info in um.components(load) if component in (None, info.name)]
+
+
+def collect(component: str | None = None) -> dict:
     """All that there is to know, of JSON's types; asks and opens every device."""
     devices: dict[str, list[dict]] = {}
-    for resource in um.query_mds():
-        devices.setdefault(resource.component, []).append(_device(resource))
+    with suppress(um.NoDeviceError):  # its state says so
+        for resource in um.query_mds(component) if component else um.query_mds():
+            devices.setdefault(resource.component, []).append(_device(resource))
     # After the query: now the states are known.
     components = [
         {**_about(info), "devices": devices.get(info.name, []) if info.state == "available" else []}
-        for info in um.components()
+        for info in _of(component)
     ]
     return {"version": um.__version__, "components": components}
+
+
+def isolated(component: str | None, timeout: float) -> dict:
+    """The same, each component asked in a process of its own; all of them at a time.
+
+    One that ends its process, or does not answer in that many seconds, is "broken".
+    """
+    known = [{**_about(info), "devices": []} for info in _of(component)]
+    asked = [about for about in known if about["state"] != "hidden"]
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        for about, found in zip(
+            asked, threads.map(lambda about: _ask(about["name"], timeout), asked), strict=True
+        ):
+            about.update(found)
+    return {"version": um.__version__, "components": known}
+
+
+def _ask(component: str, timeout: float) -> dict:
+    command = [sys.executable, "-m", "ucx_memh", "info", "--json", "--component", component]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        return {"state": "broken", "reason": f"no answer within {timeout:g} s"}
+    try:
+        text = done.stdout[done.stdout.rfind('{\n  "version"') :]  # a plugin may print, too
+        found = json.loads(text)["components"]
+        return next(about for about in found if about["state"] != "hidden")
+    except (ValueError, KeyError, StopIteration):
+        how = f"status {done.returncode}"
+        if done.returncode < 0:
+            how = signal.Signals(-done.returncode).name
+        last = " ".join(done.stderr.split("\n")[-2:]).strip()
+        return {"state": "broken", "reason": f"it ended its process: {how} {last}".strip()}
 
 
 def _about(info: um.ComponentInfo) -> dict:
@@ -48,19 +121,22 @@ def _about(info: um.ComponentInfo) -> dict:
         "reason": info.reason,
         "path": info.path,
         "version": info.version,
+        "origin": info.origin,
     }
 
 
-def settings() -> dict:
+def settings(component: str | None = None) -> dict:
     """All settings there are, and the variables that nothing reads; of JSON's types."""
-    known = um.components()
+    known = _of(component, load=True)
     return {
         "version": um.__version__,
         "components": [
             {**_about(info), "settings": [_setting(info.name, option) for option in info.options]}
             for info in known
         ],
-        "ignored": strangers({info.name: info.options for info in known}),
+        "ignored": strangers(
+            {info.name: info.options for info in known if info.state not in NOT_LOADED}
+        ),
     }
 
 

@@ -16,6 +16,7 @@ from ucx_memh.resources import Component, MdResource
 COMPONENT = "cma"
 MD_NAME = "memory"
 VERSION = "0.1.0"
+API_VERSION = (1, 0)
 OPTIONS = (
     Option(
         "peer_check_interval",

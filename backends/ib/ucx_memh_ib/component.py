@@ -12,6 +12,7 @@ from .options import OPTIONS as SHARED
 
 COMPONENT = "ib"
 VERSION = "0.1.0"
+API_VERSION = (1, 0)
 OPTIONS = (
     Option("library", str, "libibverbs.so.1", "the libibverbs to use"),
     *SHARED,

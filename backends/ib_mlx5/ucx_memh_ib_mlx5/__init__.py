@@ -15,6 +15,7 @@ except ImportError:  # without that package there is no device, and query_mds sa
 
 COMPONENT = "ib_mlx5"
 VERSION = "0.1.0"
+API_VERSION = (1, 0)
 OPTIONS = (
     Option(
         "device",
