@@ -163,8 +163,8 @@ def strangers(
     found = []
     for name in os.environ:
         # UCX_MEMH_IB_MLX5_UMR is for ib_mlx5, and not for ib.
-        owner = by_prefix.get(max(filter(name.startswith, by_prefix), key=len, default=""))
-        options = components.get(owner) if owner else None
+        owner = by_prefix.get(max(filter(name.startswith, by_prefix), key=len, default=""), "")
+        options = components.get(owner)
         if options is not None and component in (None, owner):
             known = {variable(owner, option.name) for option in options if option.environment}
             found += [name] if name not in known else []

@@ -52,9 +52,9 @@ def trouble(path: str) -> str:
 
 
 @cache
-def _ours() -> tuple[int, int, int] | None:
+def _ours() -> tuple[int, int, int]:
     """Class, byte order and machine of this process, as the interpreter's own file says."""
     with open(sys.executable, "rb") as file:
         head = file.read(20)
-    order = "little" if head[5] == 1 else "big"
-    return head[4], head[5], int.from_bytes(head[18:20], order)
+    (machine,) = struct.unpack_from("=H", head, 18)
+    return head[4], head[5], machine

@@ -15,6 +15,7 @@ What is known to crash a driver is never asked for:
 - No access wraps around 2^64: it spoils a queue pair of soft-RoCE for what comes after it.
 """
 
+import ctypes
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,6 +66,10 @@ class HostMemory:
 
     def store(self, offset: int, data: bytes) -> None:
         self.bytes[offset : offset + len(data)] = data
+
+    def at(self, pointer: int, length: int) -> bytes:
+        """What a pointer of Rkey.ptr() shows to this process."""
+        return ctypes.string_at(pointer, length)
 
     def mem_reg(
         self, md: um.Md, flags: MemFlag | None = None, offset: int = 0, length: int | None = None
@@ -172,7 +177,7 @@ class Rig:
         return False
 
     def _why_not(self) -> str:
-        with self.owner.mem_reg(bytearray(8)) as base:
+        with self._allocate(8).mem_reg(self.owner) as base:
             try:
                 base.derive()
             except um.UnsupportedError as error:
@@ -184,7 +189,7 @@ class Rig:
         """Is there a native key for the device to check?  Asked at first use, in a check."""
         if self._raw is None:
             flags = MemFlag.DERIVED_ONLY if self.derives else None
-            base = self.owner.mem_reg(bytearray(64), flags)
+            base = self._allocate(64).mem_reg(self.owner, flags)
             memh = base.derive() if self.derives else base
             try:
                 self.forged_key(memh.mkey_pack(PackFlag.RAW))

@@ -22,7 +22,6 @@ tried in full; of what is not, that it answers UNSUPPORTED and changes nothing. 
 enforcement are attacked below the library, as `python -m ucx_memh check-device` does it.
 """
 
-import ctypes
 import gc
 import itertools
 import os
@@ -240,6 +239,9 @@ class MdSuite:
     def put(self, link: Link, rkey: um.Rkey, address: int, data: bytes) -> None:
         link.far.put_nb(rkey, address, data).wait(self.wait)
 
+    def zeroed(self, link: Link, rkey: um.Rkey, address: int, length: int) -> None:
+        self.put(link, rkey, address, bytes(length))
+
     # ---- what it says of itself ----
 
     def test_attributes(self, md: um.Md) -> None:
@@ -386,16 +388,14 @@ class MdSuite:
             cycle()
         self.all_ended(md, before)
 
-    def test_a_registrations_key_ends_with_it(self, rig: Rig) -> None:
+    def test_a_registrations_key_ends_with_it(self, rig: Rig, base: um.Memh) -> None:
         """Also for someone who keeps its native value."""
         if not rig.raw:
             pytest.skip(f"{rig.owner.attr.component} packs no native key")
-        memory = bytearray(text(SIZE))
-        base = rig.owner.mem_reg(memory)
         key, address = rig.forged_key(base.mkey_pack(PackFlag.RAW)), base.address
         into = bytearray(64)
         rig.link.far.get_nb(key, address, into).wait(self.wait)
-        assert into == memory[:64]
+        assert into == text(64)
         base.dereg()
         with pytest.raises(um.MemhError):
             rig.link.far.get_nb(key, address, into).wait(self.wait)
@@ -595,8 +595,7 @@ class MdSuite:
             base = memory.mem_reg(md, flags)
             with peer_md.rkey_unpack(base.mkey_pack()) as rkey:
                 end = base.address + SIZE
-                good = self.got if flags is GET else lambda *a: self.put(*a[:3], bytes(int(a[3])))
-                bad = self.got if flags is PUT else lambda *a: self.put(*a[:3], bytes(int(a[3])))
+                good, bad = (self.got, self.zeroed)[:: 1 if flags is GET else -1]
                 with pytest.raises(um.AccessError):
                     bad(link, rkey, base.address, 8)
                 for address, length in [(base.address - 1, 1), (end, 1), (end - 1, 2)]:
@@ -638,7 +637,7 @@ class MdSuite:
                 self.refused(peer_md, rkey.ptr, base)
                 return
             for offset, length in [(0, 64), (4097, 64), (SIZE - 64, 64)]:
-                found = ctypes.string_at(rkey.ptr(base.address + offset), length)
+                found = self.memory.at(rkey.ptr(base.address + offset), length)
                 assert found == text(SIZE)[offset : offset + length], f"ptr() of {offset}"
             with pytest.raises(um.RangeError):
                 rkey.ptr(base.address + SIZE + 1)
@@ -841,11 +840,13 @@ class MdSuite:
             assert found == expected, "another thread's bytes"
             base.dereg(cascade=True)
 
-        def work(seed: int, times: int) -> None:
-            memory = allocate(4096)
+        memories = [allocate(4096) for _ in range(4)]
+        for seed, memory in enumerate(memories):
             memory.store(0, text(4096, seed))
+
+        def work(seed: int, times: int) -> None:
             for _ in range(times):
-                cycle(memory, text(4096, seed)[64:576])
+                cycle(memories[seed], text(4096, seed)[64:576])
 
         def guarded(seed: int) -> None:
             barrier.wait()
@@ -856,7 +857,7 @@ class MdSuite:
 
         work(1, 1)  # which may make what is used again
         before = self.left(md)
-        threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(1, 5)]
+        threads = [threading.Thread(target=guarded, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -22,6 +22,7 @@ from ucx_memh.resources import Component, MdResource
 
 COMPONENT = "cuda_ipc"
 VERSION = "0.1.0"
+API_VERSION = (1, 0)
 OPTIONS = (
     Option("driver", str, "libcuda.so.1", "the CUDA driver's library to use"),
     Option(
