@@ -71,7 +71,7 @@ def test_programs_that_others_run_are_run_by_them():
 
 def test_blocks_of_other_languages_are_none():
     """A misspelt language would be a block that nobody runs."""
-    known = {"", "c", "python", "sh", "text", "console"}
+    known = {"", "c", "python", "sh", "text", "console", "toml"}
     for page in PAGES:
         languages = set(re.findall(r"^```([\w+]+)$", page.read_text(), re.M))
         assert languages <= known, page
@@ -255,7 +255,7 @@ def test_every_error_is_documented(entries):
 
 
 def test_every_option_is_documented(entries):
-    options = [(info.name, option) for info in um.components() for option in info.options]
+    options = [(info.name, option) for info in um.components(load=True) for option in info.options]
     assert len(options) > 15
     for component, option in options:
         entry = described(entries, f"confval-{component}.{option.name}")

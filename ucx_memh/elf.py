@@ -8,7 +8,6 @@ SIGBUS, which no caller survives.  Fields are those of elf(5).
 import os
 import struct
 import sys
-from functools import cache
 
 __all__ = ["trouble"]
 
@@ -51,7 +50,6 @@ def trouble(path: str) -> str:
     return ""
 
 
-@cache
 def _ours() -> tuple[int, int, int]:
     """Class, byte order and machine of this process, as the interpreter's own file says."""
     with open(sys.executable, "rb") as file:

@@ -31,7 +31,7 @@ def described(info: ComponentInfo) -> str:
 
 class Components(SphinxDirective):
     def run(self) -> list[nodes.Node]:
-        text = "".join(map(described, components()))
+        text = "".join(map(described, components(load=True)))
         return self.parse_text_to_nodes(text, allow_section_headings=True)
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         subparser.set_defaults(run=module.run)
     args = parser.parse_args(argv)
     try:
-        status = args.run(args)
+        status: int = args.run(args)
         sys.stdout.flush()  # here, where a broken pipe is caught
         return status
     except um.InvalidParamError as error:
