@@ -46,6 +46,12 @@ cdef class Endpoint:
     cdef object error_callback
     cdef object __weakref__
 
+# Fills the attributes of a domain that registers host memory of any length and alignment and
+# promises nothing, packs no payload and has no limits; what differs is set afterwards.
+# InvalidParamError: a name is empty or too long.
+cdef int md_attr_init(ucxm_md_attr_t *attr, str component, str md_name,
+                      uint64_t flags) except -1
+
 # Copies the tables by their size, puts the stubs below in place of what is missing and
 # refuses (InvalidParamError) a flag without its operation or an operation without its flag.
 # From then on the Md owns `priv` and calls ops.close(priv); when binding is refused the

@@ -344,6 +344,8 @@ cdef extern from "ucx_memh/backend.h" nogil:
 
     ctypedef struct ucxm_op_t
 
+    ucxm_status_t ucxm_refuse(ucxm_error_t *error, ucxm_status_t status, const char *why)
+
     ctypedef int ucxm_key_kind_t
     enum:
         UCXM_KEY_DIRECT

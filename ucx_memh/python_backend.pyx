@@ -63,7 +63,7 @@ from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdint cimport uintptr_t
 from libc.string cimport memcpy, memset
 
-from ucx_memh.core cimport md_bind
+from ucx_memh.core cimport md_attr_init, md_bind
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_EP_ADDRESS_MAX, UCXM_EP_ERROR, UCXM_ERR_BUSY, UCXM_ERR_CANCELED,
     UCXM_ERR_CLOSED, UCXM_ERR_FLUSHED, UCXM_ERR_IO_ERROR, UCXM_INPROGRESS, UCXM_OK,
@@ -1097,14 +1097,6 @@ cdef void tables_fill(object backend, ucxm_md_ops_t *ops, ucxm_ep_ops_t *ep_ops)
         ep_ops.ep_post = py_ep_post
 
 
-cdef int name_fill(char *place, size_t room, str name, str what) except -1:
-    cdef bytes data = name.encode()
-    if not 0 < len(data) < room or 0 in data:
-        raise InvalidParamError(f"{what} has 1 to {room - 1} bytes, not {name!r}", op="bind")
-    memcpy(place, <const char *>data, len(data))
-    return 0
-
-
 def bind(
     backend, *, str component, str md_name, flags, rkey_packed_size=0, rkey_raw_size=0,
     max_reg=0, mem_types=(MemType.HOST,), reg_alignment=1, bounce_size=0, quarantine=65536,
@@ -1128,11 +1120,9 @@ def bind(
     cdef bint has_ep = False
     memset(&ops, 0, sizeof(ops))
     memset(&ep_ops, 0, sizeof(ep_ops))
-    memset(&attr, 0, sizeof(attr))
-    attr.struct_size = sizeof(attr)
+    md_attr_init(&attr, component, md_name, 0)
     attr.python = True
-    name_fill(attr.component, sizeof(attr.component), component, "component")
-    name_fill(attr.md_name, sizeof(attr.md_name), md_name, "md_name")
+    attr.mem_types = 0
     try:
         attr.flags = index(flags)
         attr.rkey_packed_size = index(rkey_packed_size)

@@ -192,19 +192,12 @@ cdef inline void error_copy(ucxm_error_t *error, const ucxm_error_t *said,
 
 cdef void error_text(ucxm_error_t *error, const char *text) noexcept nogil:
     """Say why, unless somebody nearer to the cause has said it already."""
-    cdef size_t n = 0
-    if error == NULL or error.text[0] != 0:
-        return
-    while text[n] != 0 and n + 1 < sizeof(error.text):
-        error.text[n] = text[n]
-        n += 1
-    error.text[n] = 0
+    ucxm_refuse(error, UCXM_OK, text)
 
 
 cdef inline ucxm_status_t refuse(ucxm_error_t *error, ucxm_status_t status,
                                  const char *text) noexcept nogil:
-    error_text(error, text)
-    return status
+    return ucxm_refuse(error, status, text)
 
 
 cdef uint64_t MEM_FLAGS_HINT = UCXM_MEM_SYMMETRIC_RKEY | UCXM_MEM_GVA

@@ -245,7 +245,7 @@ cdef ucxm_status_t ucxm_mem_enforcement(ucxm_memh_t *memh,
         return UCXM_ERR_CLOSED
     status = md_enter(md)
     if status == UCXM_OK:
-        md.ops.mem_enforcement(md.priv, memh, enforcement)
+        memh_enforcement(md, memh, enforcement)
         md_leave(md)
     return status
 

@@ -175,6 +175,15 @@ cdef void md_tidy(md_t *md) noexcept nogil:
         oldest = next
 
 
+cdef inline void memh_enforcement(md_t *md, const ucxm_memh_t *memh,
+                                  ucxm_enforcement_t *cells) noexcept nogil:
+    """Who keeps the promises of this handle's keys; the Md has been entered."""
+    if md.ops.mem_enforcement == NULL:
+        cells[0] = md.attr.enforcement
+    else:
+        md.ops.mem_enforcement(md.priv, memh, cells)
+
+
 cdef uint32_t fnv1a(const char *text) noexcept nogil:
     """The 32-bit FNV-1a hash: a component's id in packed keys is that of its name."""
     cdef uint32_t digest = 2166136261

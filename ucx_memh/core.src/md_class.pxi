@@ -1,9 +1,22 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Md, and how a backend makes one.
 
+cdef str declared(md_t *md, ucxm_enforcement_t *cells):
+    """What there is to say where a backend explains nothing."""
+    name = md.attr.md_name.decode("utf-8", "replace")
+    lines = [f"{md_component(md)}/{name} says no more than what it declares"]
+    table = enforcement_table(cells)
+    for promise in ("rights", "range", "revoke"):
+        row = getattr(table, promise)
+        lines.append(f"{promise}: get {row.get.name}, put {row.put.name}, "
+                     f"atomic {row.atomic.name}")
+    return "\n".join(lines) + "\n"
+
+
 cdef str explain_handle(md_t *md, ucxm_memh_t *memh):
     """The backend explains a live handle, whose keys stay as they are meanwhile."""
     cdef char text[2048]
+    cdef ucxm_enforcement_t cells
     cdef uint32_t values[UCXM_SLOTS]
     cdef uint32_t state = UCXM_MEMH_CLOSED
     cdef uint32_t i
@@ -15,6 +28,7 @@ cdef str explain_handle(md_t *md, ucxm_memh_t *memh):
             state = load32(&memh.id.state)
             if state == UCXM_MEMH_LIVE:
                 md.ops.explain(md.priv, memh, text, sizeof(text))
+                memh_enforcement(md, memh, &cells)
             for i in range(UCXM_SLOTS):
                 if ucxm_memh_own(memh).slot[i].live:
                     values[left] = ucxm_memh_own(memh).slot[i].value
@@ -22,7 +36,7 @@ cdef str explain_handle(md_t *md, ucxm_memh_t *memh):
             pthread_mutex_unlock(&md.key_lock)
             md_leave(md)
     if state == UCXM_MEMH_LIVE:
-        return text.decode("utf-8", "replace")
+        return text.decode("utf-8", "replace") or declared(md, &cells)
     if state != UCXM_MEMH_REVOKING:
         return "it has no key any more, and gets none\n"
     lines = ["its keys are being destroyed, or one resisted: then try again"]
@@ -88,6 +102,27 @@ cdef Memh base_wrap(Md self, reg_t *reg, str op):
     if status != UCXM_OK:
         raise failure(status, op, md, &error, {"address": address, "length": length})
     return memh_wrap(memh, self, None, None, None)
+
+
+cdef int name_fill(char *place, size_t room, str name, str what) except -1:
+    cdef bytes data = name.encode()
+    if not 0 < len(data) < room or 0 in data:
+        raise _errors.InvalidParamError(f"{what} has 1 to {room - 1} bytes, not {name!r}",
+                                        op="bind")
+    memcpy(place, <const char *>data, len(data))
+    return 0
+
+
+cdef int md_attr_init(ucxm_md_attr_t *attr, str component, str md_name,
+                      uint64_t flags) except -1:
+    memset(attr, 0, sizeof(attr[0]))
+    attr.struct_size = sizeof(attr[0])
+    name_fill(attr.component, sizeof(attr.component), component, "component")
+    name_fill(attr.md_name, sizeof(attr.md_name), md_name, "md_name")
+    attr.flags = flags
+    attr.mem_types = 1 << UCXM_MEM_TYPE_HOST
+    attr.reg_alignment = 1
+    return 0
 
 
 cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
@@ -617,7 +652,7 @@ cdef class Md:
             if md_enter(md) == UCXM_OK:
                 md.ops.explain(md.priv, NULL, text, sizeof(text))
                 md_leave(md)
-        return text.decode("utf-8", "replace")
+        return text.decode("utf-8", "replace") or declared(md, &md.attr.enforcement)
 
     def peer_probe(self, key):
         """Could this packed key be used now?  Returns if so, and keeps nothing.

@@ -170,7 +170,7 @@ cdef class Memh:
         with nogil:
             status = md_enter(md)
             if status == UCXM_OK:
-                md.ops.mem_enforcement(md.priv, self.memh, &cells)
+                memh_enforcement(md, self.memh, &cells)
                 md_leave(md)
         if status != UCXM_OK:
             raise memh_failure(status, "enforcement", self.memh, NULL)

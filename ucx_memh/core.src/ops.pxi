@@ -84,11 +84,6 @@ cdef unsigned default_progress(void *md) noexcept nogil:
     return 0
 
 
-cdef void default_mem_enforcement(
-        void *md, const ucxm_memh_t *memh, ucxm_enforcement_t *enforcement) noexcept nogil:
-    memset(enforcement, UCXM_ENFORCE_NONE, sizeof(ucxm_enforcement_t))
-
-
 cdef void default_stat(
         void *md, unsigned index, const char **name, uint64_t *value) noexcept nogil:
     name[0] = NULL
@@ -109,7 +104,7 @@ cdef void default_key_flush(void *md) noexcept nogil:
 
 
 cdef void ops_fill(ucxm_md_ops_t *ops) noexcept nogil:
-    """Put the stubs where nothing is."""
+    """Put the stubs where nothing is.  mem_enforcement stays NULL: memh_enforcement() knows."""
     if ops.tail_init == NULL:
         ops.tail_init = default_tail_init
     if ops.close == NULL:
@@ -138,8 +133,6 @@ cdef void ops_fill(ucxm_md_ops_t *ops) noexcept nogil:
         ops.event_fd = unsupported_event_fd
     if ops.event_arm == NULL:
         ops.event_arm = unsupported_event_arm
-    if ops.mem_enforcement == NULL:
-        ops.mem_enforcement = default_mem_enforcement
     if ops.stat == NULL:
         ops.stat = default_stat
     if ops.explain == NULL:

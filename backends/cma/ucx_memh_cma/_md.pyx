@@ -16,7 +16,7 @@ from libc.stdint cimport SIZE_MAX
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset
 
-from ucx_memh.core cimport identity_self, md_bind, unsupported_mem_derive
+from ucx_memh.core cimport identity_self, md_attr_init, md_bind, unsupported_mem_derive
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_NONE, UCXM_EP_CONNECTED,
     UCXM_ERR_INVALID_ADDR, UCXM_ERR_INVALID_PARAM, UCXM_ERR_IO_ERROR, UCXM_ERR_MALFORMED_KEY,
@@ -25,7 +25,7 @@ from ucx_memh.libmemh cimport (
     UCXM_MD_FLAG_NEED_RKEY, UCXM_MD_FLAG_REG, UCXM_MEM_ACCESS_ALL, UCXM_MEM_TYPE_HOST, UCXM_OK,
     UCXM_OP_GET, UCXM_OP_PUT, ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_ep_t, ucxm_error_t,
     ucxm_identity_t, ucxm_key_slot_t, ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_t, ucxm_op_t,
-    ucxm_registration_t, ucxm_rkey_t, ucxm_status_t, uint8_t, uint32_t, uint64_t,
+    ucxm_refuse, ucxm_registration_t, ucxm_rkey_t, ucxm_status_t, uint8_t, uint32_t, uint64_t,
 )
 
 from ucx_memh.errors import NoDeviceError
@@ -190,13 +190,6 @@ cdef inline size_t bucket_of(const ucxm_identity_t *identity) noexcept nogil:
 cdef bint is_own(const md_t *md, const ucxm_identity_t *identity) noexcept nogil:
     return (identity.pid == md.self.pid and identity.start_time == md.self.start_time and
             identity.host == md.self.host and identity.pid_ns == md.self.pid_ns)
-
-
-cdef ucxm_status_t say(ucxm_error_t *error, ucxm_status_t status,
-                       const char *why) noexcept nogil:
-    if error != NULL:
-        snprintf(error.text, sizeof(error.text), "%s", why)
-    return status
 
 
 cdef ucxm_status_t refuse(ucxm_error_t *error, ucxm_status_t status, int sys_errno,
@@ -476,12 +469,13 @@ cdef ucxm_status_t cma_mem_reg(void *priv, ucxm_registration_t *reg,
                                ucxm_error_t *error) noexcept nogil:
     """Nothing to do, and no system call: an address is as good as its next use."""
     if reg.mem_type != UCXM_MEM_TYPE_HOST or reg.dmabuf_fd >= 0:
-        return say(error, UCXM_ERR_UNSUPPORTED, "cma reaches host memory only")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED, "cma reaches host memory only")
     if reg.adopt != NULL:
-        return say(error, UCXM_ERR_UNSUPPORTED, "cma has no native registration to stand on")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED,
+                           "cma has no native registration to stand on")
     if reg.flags & ~UCXM_MEM_ACCESS_ALL:
-        return say(error, UCXM_ERR_UNSUPPORTED,
-                   "cma cannot derive, nor register in any special way")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED,
+                           "cma cannot derive, nor register in any special way")
     return UCXM_OK
 
 
@@ -502,10 +496,12 @@ cdef ucxm_status_t cma_rkey_unpack(void *priv, ucxm_rkey_t *rkey, const uint8_t 
                                    size_t length, int raw, ucxm_error_t *error) noexcept nogil:
     cdef rkey_t *mine = <rkey_t *>rkey.priv
     if raw:
-        return say(error, UCXM_ERR_UNSUPPORTED,
-                   "a cma key is its envelope: without one nobody knows whose memory is meant")
+        return ucxm_refuse(
+            error, UCXM_ERR_UNSUPPORTED,
+            "a cma key is its envelope: without one nobody knows whose memory is meant")
     if length != 0:
-        return say(error, UCXM_ERR_MALFORMED_KEY, "a cma key has no payload, this one does")
+        return ucxm_refuse(error, UCXM_ERR_MALFORMED_KEY,
+                           "a cma key has no payload, this one does")
     mine.peer = NULL
     if rkey.info.length == 0 or rkey.info.flags & UCXM_KEY_FLAG_EMPTY:
         return UCXM_OK
@@ -611,7 +607,7 @@ cdef ucxm_status_t cma_ep_connect(void *priv, ucxm_ep_t *ep, const uint8_t *addr
     cdef peer_t *peer
     cdef ucxm_status_t status
     if length != sizeof(peer_address):
-        return say(error, UCXM_ERR_INVALID_PARAM, "that is no cma endpoint's address")
+        return ucxm_refuse(error, UCXM_ERR_INVALID_PARAM, "that is no cma endpoint's address")
     memcpy(&peer_address, address, sizeof(peer_address))
     status = peer_get(md, &peer_address.identity, NULL, &peer, error)
     if status == UCXM_OK:
@@ -695,7 +691,7 @@ cdef ucxm_status_t cma_ep_post(void *priv, ucxm_ep_t *ep, ucxm_op_t *op,
     cdef int result
 
     if op.kind != UCXM_OP_GET and op.kind != UCXM_OP_PUT:
-        return say(error, UCXM_ERR_UNSUPPORTED, "cma has no atomics")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED, "cma has no atomics")
     op.bytes_done = 0
     peer = (<rkey_t *>op.rkey.priv).peer
     if op.length != 0 and peer != NULL:
@@ -783,16 +779,11 @@ def open_md(double peer_check_interval, str note, unsigned ptracer_calls):
     md.ptracer_calls = ptracer_calls
     memcpy(md.note, <const char *>text, len(text))
 
-    memset(&attr, 0, sizeof(attr))
-    attr.struct_size = sizeof(attr)
-    attr.flags = UCXM_MD_FLAG_REG | UCXM_MD_FLAG_NEED_RKEY | UCXM_MD_FLAG_ENDPOINT
-    attr.mem_types = 1 << UCXM_MEM_TYPE_HOST
-    attr.reg_alignment = 1
+    md_attr_init(&attr, "cma", "memory",
+                 UCXM_MD_FLAG_REG | UCXM_MD_FLAG_NEED_RKEY | UCXM_MD_FLAG_ENDPOINT)
     attr.fast_reg = True
     attr.bounce_size = SIZE_MAX  # a transfer of any size needs no local key
     cma_mem_enforcement(md, NULL, &attr.enforcement)
-    memcpy(attr.component, b"cma", 4)
-    memcpy(attr.md_name, b"memory", 7)
     try:
         return md_bind(&OPS, &EP_OPS, &attr, md, None)
     except BaseException:

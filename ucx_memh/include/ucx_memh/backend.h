@@ -38,6 +38,19 @@ extern "C" {
 typedef struct ucxm_registration ucxm_registration_t;
 typedef struct ucxm_op ucxm_op_t;
 
+/* Gives `status` back, and says why where `error` is given and nobody has said anything yet. */
+static inline ucxm_status_t ucxm_refuse(ucxm_error_t *error, ucxm_status_t status,
+                                        const char *why)
+{
+    size_t n = 0;
+    if (error == NULL || error->text[0] != 0)
+        return status;
+    for (; why[n] != 0 && n + 1 < sizeof(error->text); n++)
+        error->text[n] = why[n];
+    error->text[n] = 0;
+    return status;
+}
+
 /* ---- keys --------------------------------------------------------------- */
 
 /* The kinds of native key.  ucx_memh's key-kind table says for each when it
@@ -231,12 +244,13 @@ typedef struct ucxm_md_ops {
     /* OK: the fd will become readable.  BUSY: call progress first. */
     ucxm_status_t (*event_arm)(void *md, ucxm_error_t *error);
 
-    /* What the device does for this handle's keys. */
+    /* What the device does for this handle's keys.  Missing: attr.enforcement, of all alike. */
     void (*mem_enforcement)(void *md, const ucxm_memh_t *memh, ucxm_enforcement_t *enforcement);
 
     /* The i-th counter, *name NULL at the end. */
     void (*stat)(void *md, unsigned index, const char **name, uint64_t *value);
-    /* A few lines for a person, about the Md or (memh given) about one handle. */
+    /* A few lines for a person, about the Md or (memh given) about one handle.  Nothing: the core
+     * says what the attributes declare. */
     void (*explain)(void *md, const ucxm_memh_t *memh, char *text, size_t size);
     /* Forgets what is remembered about a peer; its keys become stale. */
     ucxm_status_t (*peer_evict)(void *md, const ucxm_identity_t *peer, ucxm_error_t *error);
