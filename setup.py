@@ -14,6 +14,7 @@ from glob import glob
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
 
 NEEDS = {"ib_mlx5": {"ib"}}  # backend -> backends that it cimports
@@ -26,6 +27,7 @@ DIRECTIVES = {
 }
 INCLUDE = "ucx_memh/include"
 SOFT = "backends/ib_mlx5/softmlx5"
+PLUGINS = "examples/plugins"
 
 
 def chosen_backends() -> list[str]:
@@ -40,6 +42,23 @@ def chosen_backends() -> list[str]:
         )
     wanted = named or present
     return sorted(wanted.union(*(NEEDS.get(name, set()) for name in wanted)) & present)
+
+
+class BuildPy(build_py):
+    """build_py that packs the example plugins, too: `new-backend` writes copies of them."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for pattern in ("*.*", "tests/*.py", "ucx_memh_*/*.py", "ucx_memh_*/*.pyx"):
+            for path in glob(f"{PLUGINS}/*/{pattern}"):
+                if os.path.isfile(path):
+                    copy = os.path.join(
+                        self.build_lib, "ucx_memh/templates", os.path.relpath(path, PLUGINS)
+                    )
+                    self.mkpath(os.path.dirname(copy))
+                    self.copy_file(path, copy)
 
 
 class SharedLibrary(Extension):
@@ -157,7 +176,7 @@ if __name__ == "__main__":  # Cython's worker processes may import this file
         extensions += [cython_extension(path, root) for path in sources]
     extensions += softmlx5()
     setup(
-        cmdclass={"build_ext": BuildExt},
+        cmdclass={"build_ext": BuildExt, "build_py": BuildPy},
         ext_modules=[] if os.environ.get("UCX_MEMH_EXTENSIONS") == "0" else extensions,
         packages=packages,
         package_dir=package_dir,

@@ -184,13 +184,6 @@ class TestForgetsWhatItCouldNotEnd(Liar):
             super().key_destroy(memh, key, done)
 
 
-@caught_by("test_explains")
-class TestExplainsNothing(Liar):
-    class device(PythonDevice):
-        def explain(self, memh):
-            return ""
-
-
 @caught_by("test_is_silent")
 class TestPrints(Liar):
     class device(PythonDevice):

@@ -224,7 +224,7 @@ def test_every_call_of_the_headers_is_documented(entries, header, table):
         described(entries, f"c.{table}.{name}", *words(returns), name, *words(arguments))
 
 
-@pytest.mark.parametrize("header", ["memh.h", "backend.h", "pyapi.h"])
+@pytest.mark.parametrize("header", ["memh.h", "backend.h", "windows.h", "pyapi.h"])
 def test_every_name_of_the_headers_is_documented(entries, header):
     text = (ROOT / "ucx_memh/include/ucx_memh" / header).read_text()
     macros = re.findall(r"^#define (UCXM_\w+) ", text, re.M)

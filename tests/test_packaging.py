@@ -67,8 +67,13 @@ def test_wheel_has_what_a_user_needs_and_no_sources(root, tmp_path):
         "ucx_memh/include/ucx_memh/memh.h",
         "ucx_memh/include/ucx_memh/backend.h",
         "ucx_memh/cli/info.py",
+        "ucx_memh/windows.pxd",
+        "ucx_memh/include/ucx_memh/windows.h",
         "ucx_memh_cma/__init__.py",
     }
+    templates = {name for name in names if name.startswith("ucx_memh/templates/")}
+    assert {name.split("/")[2] for name in templates} == {"ucx-memh-file", "ucx-memh-shm"}
+    names -= templates  # sources of a new backend
     assert not [n for n in names if Path(n).suffix in (".pyx", ".pxi", ".c", ".map")]
     tops = {name.partition("/")[0] for name in names}
     assert not tops & {"tests", "bench", "backends", "build", "docs", "tools"}

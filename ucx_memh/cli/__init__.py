@@ -16,7 +16,13 @@ import ucx_memh as um
 
 __all__ = ["add_config", "config_of", "main"]
 
-SUBCOMMANDS = {"info": "info", "demo": "demo", "check-device": "check"}  # and their modules
+# And their modules.
+SUBCOMMANDS = {
+    "info": "info",
+    "demo": "demo",
+    "check-device": "check",
+    "new-backend": "new_backend",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

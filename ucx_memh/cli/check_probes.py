@@ -2,12 +2,12 @@
 """The attacks: one function for each promise, which makes a row of what it saw."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import ucx_memh as um
 from ucx_memh.cli.check_rig import OPS, PAD, RIGHTS, SIZE, Outcome, Rig
 from ucx_memh.cli.check_row import Probe, Row, untried
-from ucx_memh.flags import Enforcement, PackFlag, Status
+from ucx_memh.flags import Enforcement, MdFlag, PackFlag, Status
 
 __all__ = ["Probes", "probes"]
 
@@ -164,8 +164,9 @@ class Probes:
                 buffers = [bytearray(size) for _ in range(DEPTH if row.access == "get" else 1)]
                 if row.access == "put":
                     buffers[0][:] = b"\xff" * size
-                locals_ = [rig.peer.mem_reg(buffer) for buffer in buffers]
-                stream = self._stream(row.access, rkey, base.address, locals_)
+                needs = MdFlag.NEED_MEMH in rig.peer.attr.flags
+                locals_ = [rig.peer.mem_reg(buffer) for buffer in buffers if needs]
+                stream = self._stream(row.access, rkey, base.address, locals_ or buffers)
                 self._wait_first(row.access, buffers, attempt)
                 memh.invalidate()
                 # From here on nothing may come or go.
@@ -201,7 +202,7 @@ class Probes:
             row.found = Enforcement.ENFORCED
 
     def _stream(
-        self, access: str, rkey: um.Rkey, address: int, locals_: list[um.Memh]
+        self, access: str, rkey: um.Rkey, address: int, locals_: Sequence[um.Memh | bytearray]
     ) -> list[um.Operation]:
         ep = self.rig.link.far
         post = ep.get_nb if access == "get" else ep.put_nb
@@ -285,14 +286,15 @@ class Probes:
         """The region's own key before and after, and whether each cycle leaves something."""
         rig = self.rig
         row.tried, row.expected = f"{cycles} times derive, pack, invalidate", "the region lives on"
-        memory = bytearray(rig.rest[:SIZE])
-        with rig.region(), rig.owner.mem_reg(memory) as base:
+        memory = rig.allocate(SIZE)
+        memory.store(0, rig.rest[:SIZE])
+        with rig.region(), memory.mem_reg(rig.owner) as base:
             key = rig.peer.rkey_unpack(base.mkey_pack())
 
             def right() -> bool:
                 into = bytearray(8)
                 rig.link.far.get_nb(key, base.address, into).wait(rig.wait)
-                return into == memory[:8]
+                return into == memory.load(0, 8)
 
             before_works = right()
             packed = base.mkey_pack()

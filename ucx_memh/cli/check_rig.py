@@ -111,7 +111,7 @@ class Rig:
         allocate: Callable[[int], HostMemory] = HostMemory,
     ) -> None:
         self._open = open_md
-        self._allocate = allocate
+        self.allocate = allocate
         self.wait = wait  # seconds for an operation
         self.stream = STREAM
         self.owner: um.Md
@@ -177,7 +177,7 @@ class Rig:
         return False
 
     def _why_not(self) -> str:
-        with self._allocate(8).mem_reg(self.owner) as base:
+        with self.allocate(8).mem_reg(self.owner) as base:
             try:
                 base.derive()
             except um.UnsupportedError as error:
@@ -189,7 +189,7 @@ class Rig:
         """Is there a native key for the device to check?  Asked at first use, in a check."""
         if self._raw is None:
             flags = MemFlag.DERIVED_ONLY if self.derives else None
-            base = self._allocate(64).mem_reg(self.owner, flags)
+            base = self.allocate(64).mem_reg(self.owner, flags)
             memh = base.derive() if self.derives else base
             try:
                 self.forged_key(memh.mkey_pack(PackFlag.RAW))
@@ -206,7 +206,7 @@ class Rig:
     def region(self, size: int = SIZE) -> Iterator[um.Memh]:
         """Memory of the owner, registered; with derived keys only, where there are any."""
         self.rest = (bytes(range(1, 252)) * (size // 251 + 40))[: PAD + size + PAD]
-        self.memory = self._allocate(len(self.rest))
+        self.memory = self.allocate(len(self.rest))
         self.memory.store(0, self.rest)
         flags = MemFlag.DERIVED_ONLY if self.derives else None
         self.base = self.memory.mem_reg(self.owner, flags, PAD, size)

@@ -39,8 +39,7 @@ typedef struct ucxm_registration ucxm_registration_t;
 typedef struct ucxm_op ucxm_op_t;
 
 /* Gives `status` back, and says why where `error` is given and nobody has said anything yet. */
-static inline ucxm_status_t ucxm_refuse(ucxm_error_t *error, ucxm_status_t status,
-                                        const char *why)
+static inline ucxm_status_t ucxm_refuse(ucxm_error_t *error, ucxm_status_t status, const char *why)
 {
     size_t n = 0;
     if (error == NULL || error->text[0] != 0)

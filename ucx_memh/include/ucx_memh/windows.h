@@ -37,9 +37,8 @@ static inline uint32_t ucxm_windows_add(ucxm_windows_t *windows)
     for (uint32_t tries = 0; tries < UCXM_WINDOWS_MAX; tries++) {
         uint32_t key = __atomic_add_fetch(&windows->last, 1, __ATOMIC_RELAXED);
         uint32_t none = 0;
-        if (key != 0 &&
-            __atomic_compare_exchange_n(&windows->key[key % UCXM_WINDOWS_MAX], &none, key, 0,
-                                        __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
+        if (key != 0 && __atomic_compare_exchange_n(&windows->key[key % UCXM_WINDOWS_MAX], &none,
+                                                    key, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED))
             return key;
     }
     return 0;
@@ -63,7 +62,10 @@ static inline int ucxm_windows_has(const ucxm_windows_t *windows, uint32_t key)
 
 /* ---- operations -------------------------------------------------------------------------- */
 
-static inline ucxm_windows_t *ucxm_windows_of(void *md) { return *(ucxm_windows_t **)md; }
+static inline ucxm_windows_t *ucxm_windows_of(void *md)
+{
+    return *(ucxm_windows_t **)md;
+}
 
 /* REVOKED: it is no key any more. */
 static inline ucxm_status_t ucxm_windows_check(const ucxm_windows_t *windows, uint32_t key,
@@ -115,8 +117,7 @@ static inline ucxm_status_t ucxm_windows_key_create(void *md, const ucxm_memh_t 
 }
 
 static inline ucxm_status_t ucxm_windows_key_destroy(void *md, const ucxm_memh_t *memh,
-                                                     ucxm_key_slot_t *slot,
-                                                     ucxm_completion_t *comp,
+                                                     ucxm_key_slot_t *slot, ucxm_completion_t *comp,
                                                      ucxm_error_t *error)
 {
     (void)memh, (void)comp, (void)error;

@@ -9,10 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from ucx_memh_file import memory
+
 import ucx_memh as um
 from ucx_memh import MemFlag, MemhState
 from ucx_memh.testing import HostMemory, MdSuite
-from ucx_memh_file import memory
 
 STRIDE = 1 << 20
 
@@ -83,6 +84,7 @@ md.close(force=True)
 def test_what_was_taken_back_is_refused_to_a_peer_that_had_it(md):
     base = md.mem_reg(memory(md)[:4096])
     one, other = base.derive(0, 64), base.derive(0, 64)
+    key = one.mkey_pack()
     code = """
 ep.get(rkey, rkey.address, bytearray(1))
 print("ready", flush=True)
@@ -99,7 +101,7 @@ md.close(force=True)
     one.invalidate()
     assert [each.communicate("\n", timeout=60)[0] for each in peers] == ["REVOKED\n", ""]
     with pytest.raises(um.RevokedError):
-        md.peer_probe(peers[0].args[-1] and bytes.fromhex(peers[0].args[-1]))
+        md.peer_probe(key)
 
 
 def key_files(md, tmp_path):

@@ -14,6 +14,7 @@ from ucx_memh.hookspecs import hookimpl
 
 __all__ = ["memory"]
 
+API_VERSION = (1, 0)  # of the hooks
 COMPONENT = "file"
 OPTIONS = (
     Option("size", int, 64 << 20, "bytes that can be registered", minimum=1, maximum=1 << 40),

@@ -45,6 +45,15 @@ ADDRESS = struct.Struct("<QQ")  # of an endpoint: which it is, how often it was 
 HELD = EnforcementRow(get=Enforcement.COOPERATIVE, put=Enforcement.COOPERATIVE)
 
 
+class _File:
+    """A descriptor that is closed when the last who uses it has let go of it: an rkey may be closed
+    while a transfer with it is under way."""
+
+    def __init__(self, path: str, flags: int) -> None:
+        self.fd = os.open(path, flags | os.O_CLOEXEC)
+        finalize(self, os.close, self.fd)
+
+
 def _remove(folder: str, owner: int) -> None:
     if os.getpid() == owner:  # and not in a child that was forked
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,21 +64,21 @@ class Device:
 
     def __init__(self, parent: str, size: int) -> None:
         self.folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent or None)
-        self._remove = finalize(self, _remove, self.folder, os.getpid())
-        if PAYLOAD.size + len(os.fsencode(self.folder)) > PAYLOAD_MAX:
-            self._remove()
-            raise NoDeviceError(f"the name of {self.folder} is too long for a key")
-        with open(os.path.join(self.folder, "memory"), "x+b") as file:
-            file.truncate(size)
-            self.memory = mmap.mmap(file.fileno(), size)
+        self.close = finalize(self, _remove, self.folder, os.getpid())
+        try:
+            if PAYLOAD.size + len(os.fsencode(self.folder)) > PAYLOAD_MAX:
+                raise NoDeviceError(f"the name of {self.folder} is too long for a key")
+            with open(os.path.join(self.folder, "memory"), "x+b") as file:
+                file.truncate(size)
+                self.memory = mmap.mmap(file.fileno(), size)
+        except BaseException:
+            self.close()
+            raise
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self._numbers = itertools.count(1)
         self._ends = itertools.count(1)
         self._ending: list = []  # key files that are gone, and what is called when they are unused
         self._lock = threading.Lock()
-
-    def close(self) -> None:
-        self._remove()
 
     def _key(self, number: int) -> str:
         return os.path.join(self.folder, str(number))
@@ -134,15 +143,11 @@ class Device:
         key = os.path.join(folder, str(number))
         mode = os.O_RDWR if rkey.rights & MemFlag.REMOTE_PUT else os.O_RDONLY
         with _in_use(key):
-            memory = os.open(os.path.join(folder, "memory"), mode | os.O_CLOEXEC)
+            memory = _File(os.path.join(folder, "memory"), mode)
         start = rkey.address - base
-        if not 0 <= start <= start + rkey.length <= os.fstat(memory).st_size:
-            os.close(memory)
+        if not 0 <= start <= start + rkey.length <= os.fstat(memory.fd).st_size:
             raise MalformedKeyError("its range is not in its file")
         rkey.data = memory, base, key
-
-    def rkey_release(self, rkey):
-        os.close(rkey.data[0])
 
     # ---- transfers; there is no connection, so it is always there
 
@@ -172,7 +177,7 @@ class Device:
         with _in_use(key):
             while op.bytes_done < op.length:
                 rest = op.local[op.bytes_done : op.bytes_done + CHUNK]
-                moved = move(memory, [rest], op.remote_address - base + op.bytes_done)
+                moved = move(memory.fd, [rest], op.remote_address - base + op.bytes_done)
                 if moved == 0:
                     raise PeerGoneError("its owner's file is shorter now")
                 op.bytes_done += moved

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
+from ucx_memh_shm import memory
+
 import ucx_memh as um
 from ucx_memh import MemFlag
 from ucx_memh.testing import HostMemory, MdSuite
-from ucx_memh_shm import memory
 
 STRIDE = 1 << 20
 
@@ -54,7 +56,7 @@ rkey = um.open_md("shm").rkey_unpack(bytes.fromhex(sys.argv[1]))
 """
 
 
-def peer(key, code, **options):
+def peer(key, code):
     """Run `code` in another process, with the unpacked key as `rkey`."""
     command = [sys.executable, "-c", PEER + code, key.hex()]
     return subprocess.Popen(
@@ -94,6 +96,8 @@ except um.MemhError as error:
 
 def test_the_key_of_a_registration_ends_with_it(md):
     base = md.mem_reg(memory(md)[:4096])
+    assert base.enforcement == md.attr.enforcement
+    assert base.enforcement.revoke == um.EnforcementRow(*[um.Enforcement.COOPERATIVE] * 2)
     with md.rkey_unpack(base.mkey_pack()) as rkey:
         assert rkey.ptr()
         base.dereg()
@@ -117,6 +121,17 @@ def test_a_key_for_writing_gives_no_pointer(md):
         rkey.ptr()
 
 
+def test_a_window_is_its_range_and_no_more(md):
+    part = memory(md)[4096:8192]
+    part[64:128] = bytes(range(64))
+    window = md.mem_reg(part).derive(64, 64)
+    with md.rkey_unpack(window.mkey_pack()) as rkey:
+        assert ctypes.string_at(rkey.ptr(window.address + 3), 4) == bytes([3, 4, 5, 6])
+        for address in (window.address - 1, window.address + 65):
+            with pytest.raises(um.RangeError):
+                rkey.ptr(address)
+
+
 def test_other_memory_is_refused(md):
     whole = memory(md)
     first = ctypes.addressof(ctypes.c_char.from_buffer(whole))
@@ -124,6 +139,15 @@ def test_other_memory_is_refused(md):
         with pytest.raises(um.DeviceError):
             md.mem_reg(address=address, length=length, owner=whole)
     md.mem_reg(address=first, length=len(whole), owner=whole).dereg()
+
+
+def test_a_segment_has_no_name_under_which_it_would_stay(md):
+    links = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the one that has just listed them
+            links.add(os.readlink(f"/proc/self/fd/{name}"))
+    (segment,) = (link for link in links if link.startswith("/dev/shm/"))
+    assert segment.endswith(" (deleted)")
 
 
 def test_a_killed_owner_leaves_nothing(md):
@@ -134,7 +158,6 @@ base = md.mem_reg(ucx_memh_shm.memory(md)[:4096])
 print(base.mkey_pack().hex(), flush=True)
 input()
 """
-    before = os.listdir("/dev/shm")
     owner = peer(md.mem_reg(memory(md)[:64]).mkey_pack(), code)
     key = bytes.fromhex(owner.stdout.readline())
     with md.rkey_unpack(key) as rkey:
@@ -143,8 +166,6 @@ input()
         assert ctypes.string_at(rkey.ptr(), 4) == bytes(4)  # it lives until we let go of it
         with pytest.raises(um.PeerGoneError):
             md.peer_probe(key)
-    assert os.listdir("/dev/shm") == before
-
 
 def test_a_full_table_is_said_and_lasts_no_longer_than_that(md):
     base = md.mem_reg(memory(md)[:64])
