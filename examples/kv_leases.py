@@ -2,6 +2,8 @@
 """Blocks of a KV cache, leased: each lease has a key of its own, which dies with it.
 
     python examples/kv_leases.py [--leases N] [--readers N] [--picture leases.svg]
+    python examples/kv_leases.py --listen HOST:PORT     # here the owner, and there the readers:
+    python examples/kv_leases.py --connect HOST:PORT
 
 An owner has a pool of blocks, registered once.  A request gets a lease to a block: a derived key,
 for the bytes and with the rights that it needs.  At the end of the lease the key is invalidated
@@ -13,16 +15,17 @@ end, and the readers go on with the next one.  Status 1 if anything is not as it
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing import get_context
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from device import announce
+from link import PATIENCE, Link, accept, add_hosts, listen, pair, reach
 from timeline import Bar, Mark, draw
 
 import ucx_memh as um
@@ -30,26 +33,8 @@ import ucx_memh as um
 GET, PUT = um.MemFlag.REMOTE_GET, um.MemFlag.REMOTE_PUT
 # What a key of an owner that was killed may give.
 GONE = (um.PeerGoneError, um.UnreachableError, um.FlushedError, um.StaleKeyError)
-PATIENCE = 60  # seconds after which another process is taken for dead
+LIVES = range(2)  # of the owner
 BLOCKS_SHOWN, LEASES_SHOWN = 8, 40  # in the picture
-
-
-def receive(conn: Connection) -> Any:
-    if not conn.poll(PATIENCE):
-        raise TimeoutError(f"nothing for {PATIENCE} s from another process of ours")
-    return conn.recv()
-
-
-def reach(path: str) -> Connection:
-    """A connection to who listens there, or soon will."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return Client(path, "AF_UNIX")
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
 
 
 # ---- the owner ----
@@ -58,18 +43,18 @@ def reach(path: str) -> Connection:
 class Reader:
     """What the owner has of a reader: where to send keys, and a connection to its memory's."""
 
-    def __init__(self, md: um.Md, conn: Connection) -> None:
-        self.conn = conn
+    def __init__(self, md: um.Md, link: Link) -> None:
+        self.link = link
         self.endpoint = md.endpoint()
-        self.connect(receive(conn))
+        self.connect(link.receive())
 
     def connect(self, address: bytes) -> None:
         self.endpoint.connect(address)
-        self.conn.send(self.endpoint.address)
+        self.link.send(self.endpoint.address)
 
     def call(self, *message: object) -> Any:
-        self.conn.send(message)
-        return receive(self.conn)
+        self.link.send(message)
+        return self.link.receive()
 
     def reconnect(self, address: bytes) -> None:
         """A refused access takes the connection down; both ends begin anew, all keys stay."""
@@ -78,7 +63,7 @@ class Reader:
 
 
 class Owner:
-    def __init__(self, path: str, args: argparse.Namespace) -> None:
+    def __init__(self, links: list[Link], args: argparse.Namespace) -> None:
         self.args = args
         self.md = um.open_md(args.backend)
         self.pool = np.zeros((args.blocks, args.block_size // 8), np.uint64)
@@ -89,8 +74,7 @@ class Owner:
         self.counts: Counter[str] = Counter()
         self.spans: list[tuple[int, int, float, float, int]] = []  # for the picture
         self.marks: list[tuple[int, int, float]] = []
-        with Listener(path, "AF_UNIX") as listener:
-            self.readers = [Reader(self.md, listener.accept()) for _ in range(args.readers)]
+        self.readers = [Reader(self.md, link) for link in links]
 
     def new_request(self, block: int) -> int:
         """Use a block: all its words are the request's number, so nobody else's bytes pass."""
@@ -124,10 +108,10 @@ class Owner:
                 requests = [self.new_request(block) for block in blocks]
                 wins = self.base.derive_many(blocks * size, lengths, rights)
                 keys = self.md.mkey_pack_many(wins)
-                reader.conn.send(("lease", list(keys), requests, notices[number]))
+                reader.link.send(("lease", list(keys), requests, notices[number]))
                 under_way.append((number, blocks, lengths, rights, requests, wins))
             for number, blocks, lengths, rights, requests, wins in under_way:
-                self.counts.update(receive(self.readers[number].conn))
+                self.counts.update(self.readers[number].link.receive())
                 notices[number] = self.end(wins)
                 for block, length, request in zip(blocks, lengths // 8, requests, strict=True):
                     # Who may write has written his answer, all over his range and nowhere else.
@@ -158,11 +142,7 @@ class Owner:
         again, since = self.base.derive(place, self.args.block_size, GET), time.monotonic()
         request = self.new_request(block)
         self.counts.update(other.call("lease", [again.mkey_pack()], [request], []))
-        counts, at, address = reader.call("late")
-        self.counts.update(counts)
-        if address is not None:  # it needs a new connection
-            self.mark(block, at, number)
-            reader.reconnect(address)
+        self.refused(number, block, *reader.call("late"))
         # The key for the same bytes from now on; and the old one is released before or after it.
         counts, seconds = reader.call("regain", again.mkey_pack(), request, self.request % 2)
         self.counts.update(counts)
@@ -183,37 +163,37 @@ class Owner:
         self.end([win])
         self.new_request(block)
         self.span(number, block, since, request)
-        counts, at, address = receive(reader.conn)
+        self.refused(number, block, *reader.link.receive())
+        self.counts["leases"] += 1
+
+    def refused(self, number: int, block: int, counts: dict, address: bytes | None) -> None:
+        """How a reader that did not know fared; its address if it needs a new connection."""
         self.counts.update(counts)
         if address is not None:
-            self.mark(block, at, number)
-            reader.reconnect(address)
-        self.counts["leases"] += 1
+            self.marks.append((number, block, time.monotonic()))
+            self.readers[number].reconnect(address)
 
     def span(self, number: int, block: int, since: float, request: int) -> None:
         self.spans.append((number % len(self.readers), block, since, time.monotonic(), request))
 
-    def mark(self, block: int, at: float, number: int) -> None:
-        self.marks.append((number, block, at))
 
-
-def own(path: str, conn: Connection, args: argparse.Namespace, again: bool) -> None:
+def own(links: list[Link], parent: Link, args: argparse.Namespace, life: int) -> None:
     """The owner's process, in its first life or in its second."""
-    owner = Owner(path, args)
-    if not again:
+    owner = Owner(links, args)
+    if life == 0:
         rate = owner.steady()
         turns = [(n, turn) for turn in range(args.late) for n in range(args.readers)]
         back = [owner.untold(n, turn % args.blocks) for n, turn in turns]
         for n, turn in turns:
             owner.race(n, turn % args.blocks)
-        conn.send((owner.counts, rate, back, owner.spans, owner.marks))
+        parent.send((owner.counts, rate, back, owner.spans, owner.marks))
     win = owner.base.derive(0, args.block_size, GET)
     request = owner.new_request(0)
     counts: Counter[str] = Counter()
     for reader in owner.readers:
         counts.update(reader.call("hold", win.mkey_pack(), request))
-    conn.send(counts)
-    receive(conn)  # in its first life it is killed here
+    parent.send(counts)
+    parent.receive()  # it is killed here
 
 
 # ---- a reader ----
@@ -230,22 +210,22 @@ class ReaderProcess:
         # Registered once, or each read would register its buffer for itself.
         self.local = self.md.mem_reg(self.into, um.MemFlag.ACCESS_LOCAL_WRITE)
         self.counts: Counter[str] = Counter()
-        self.conn: Connection
+        self.link: Link
 
-    def serve(self, path: str) -> None:
-        """Do what the owner at `path` says, until it ends."""
-        with reach(path) as self.conn:
-            self.conn.send(self.endpoint.address)
-            self.endpoint.connect(receive(self.conn))
+    def serve(self, link: Link) -> None:
+        """Do what an owner says, until it ends."""
+        with link as self.link:
+            link.send(self.endpoint.address)
+            self.endpoint.connect(link.receive())
             while True:
                 try:
-                    what, *message = receive(self.conn)
+                    what, *message = link.receive()
                 except (EOFError, ConnectionError):
                     return
                 getattr(self, what)(*message)
 
     def answer(self, *more: object) -> None:
-        self.conn.send((self.counts, *more) if more else self.counts)
+        self.link.send((self.counts, *more) if more else self.counts)
         self.counts = Counter()
 
     def read(self, rkey: um.Rkey) -> np.ndarray:
@@ -315,15 +295,14 @@ class ReaderProcess:
         self.lost(self.too_late(rkey, request))
 
     def lost(self, error: um.MemhError | None) -> None:
-        at = time.monotonic()
+        self.since = time.monotonic()
         if isinstance(error, um.RemoteAccessError):
             self.counts["late reads refused, untold"] += 1
             self.endpoint.reset()
-            self.answer(at, self.endpoint.address)
-            self.endpoint.connect(receive(self.conn))
+            self.answer(self.endpoint.address)
+            self.endpoint.connect(self.link.receive())
         else:
-            self.answer(at, None)
-        self.since = at
+            self.answer(None)
 
     def regain(self, key: bytes, request: int, old_first: int) -> None:
         """Read by the new key to the same address; release the old one before it, or after."""
@@ -349,7 +328,7 @@ class ReaderProcess:
         """Read until it is refused: all that comes is the request's own."""
         rkey = self.md.rkey_unpack(key)
         self.check(rkey, request)
-        self.conn.send(None)
+        self.link.send(None)
         error = None
         end = time.monotonic() + PATIENCE
         while error is None and time.monotonic() < end and not self.counts["wrong reads"]:
@@ -385,48 +364,84 @@ class ReaderProcess:
         self.endpoint.reset()
 
 
-def read(paths: list[str], args: argparse.Namespace) -> None:
+def read(links: list[Link], args: argparse.Namespace) -> None:
     """The process of a reader, which outlives its owner."""
     reader = ReaderProcess(args)
-    reader.serve(paths[0])
+    reader.serve(links[0])
     reader.bereaved()
-    reader.serve(paths[1])
+    reader.serve(links[1])
 
 
 # ---- all of them ----
 
 
+def start(target: Callable, links: list[Link], *args: object) -> BaseProcess:
+    """A process that has these ends of links, which are not ours any more."""
+    # Spawned: a forked child could not use what we have opened.
+    process = get_context("spawn").Process(target=target, args=(links, *args), daemon=True)
+    process.start()
+    for link in links:
+        link.close()
+    return process
+
+
 def main(args: argparse.Namespace) -> int:
-    context = get_context("spawn")  # a forked child could not use what we have opened
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [f"{folder}/owner{life}" for life in range(2)]
-        readers = [
-            context.Process(target=read, args=(paths, args), daemon=True)
-            for _ in range(args.readers)
-        ]
-        lives = []
-        for each in readers:
-            each.start()
-        for life, path in enumerate(paths):
-            ours, theirs = context.Pipe()
-            owner = context.Process(target=own, args=(path, theirs, args, life > 0), daemon=True)
-            owner.start()
-            theirs.close()
-            if life == 0:
-                counts, rate, back, spans, marks = receive(ours)
-            lives.append(receive(ours))
-            owner.kill()  # not a word to the readers
-            owner.join()
+    if args.connect:
+        return serve(args)
+    if args.listen:
+        with listen(args.listen) as server:
+            print("waiting for the readers' host", flush=True)
+            host = accept(server, None)
+            host.send({"readers": args.readers, "block_size": args.block_size})
+            lives = [[accept(server) for _ in range(args.readers)] for _ in LIVES]
+        verdict = own_all(lives, args)
+        host.send(verdict)
+        return verdict[0]
+    pairs = [[pair() for _ in range(args.readers)] for _ in LIVES]
+    readers = [
+        start(read, [theirs for _, theirs in each], args) for each in zip(*pairs, strict=True)
+    ]
+    status, _words = own_all([[ours for ours, _ in each] for each in pairs], args)
+    for each in readers:
+        each.join(PATIENCE)
+    return status
+
+
+def serve(args: argparse.Namespace) -> int:
+    """The readers, for an owner on another host, whose verdict is ours."""
+    with reach(args.connect) as owner:
+        vars(args).update(owner.receive())
+        lives = [[reach(args.connect) for _ in range(args.readers)] for _ in LIVES]
+        readers = [start(read, list(links), args) for links in zip(*lives, strict=True)]
+        status, words = owner.receive(None)
         for each in readers:
             each.join(PATIENCE)
-    for each in lives:
-        counts.update(each)
+    print(f"{args.readers} readers; the owner says: {words}")
+    return status
+
+
+def own_all(lives: list[list[Link]], args: argparse.Namespace) -> tuple[int, str]:
+    """Both lives of the owner; its verdict."""
+    counts: Counter[str] = Counter()
+    for life, links in enumerate(lives):
+        ours, theirs = pair()
+        owner = start(own, links, theirs, args, life)
+        theirs.close()
+        if life == 0:
+            first, *more = ours.receive(None)
+            counts.update(first)
+        counts.update(ours.receive())
+        owner.kill()  # not a word to the readers
+        owner.join()
+    rate, back, spans, marks = more
     if args.picture:
         picture(args.picture, args.readers, spans, marks)
     return show(args, counts, rate, back)
 
 
-def show(args: argparse.Namespace, counts: Counter[str], rate: float, back: list[float]) -> int:
+def show(
+    args: argparse.Namespace, counts: Counter[str], rate: float, back: list[float]
+) -> tuple[int, str]:
     told, untold = counts["late reads refused, told"], counts["late reads refused, untold"]
     print(f"{counts['leases']} leases of {args.blocks} blocks, {args.readers} readers")
     print(f"{rate:.0f} leases/s")
@@ -453,8 +468,9 @@ def show(args: argparse.Namespace, counts: Counter[str], rate: float, back: list
     failed = [what for what, good in checks.items() if not good]
     for what in failed:
         print(f"FAILED: {what}")
-    print(f"{len(checks) - len(failed)} of {len(checks)} checks hold")
-    return 1 if failed else 0
+    words = f"{len(checks) - len(failed)} of {len(checks)} checks hold"
+    print(words)
+    return 1 if failed else 0, words
 
 
 def picture(path: Path, readers: int, spans: list, marks: list) -> None:
@@ -493,6 +509,7 @@ def arguments() -> argparse.Namespace:
     option("--late", type=int, default=50, metavar="N", help=late)
     option("--no-revoke", action="store_true", help="keys outlive leases: see what goes wrong")
     option("--picture", type=Path, metavar="SVG", help="draw who had what block when")
+    add_hosts(parser, "the readers")
     args = parser.parse_args()
     if args.readers < 2:
         parser.error("--readers must be at least 2: one uses the block that another had")
