@@ -12,7 +12,7 @@ import sys
 import time
 
 import numpy as np
-from world import Distributed, World, launch, parse, parser, report
+from world import Distributed, Launcher, World, parse, parser
 
 
 def updates(rank: int, args: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +35,8 @@ def program(world: World, args: argparse.Namespace) -> tuple[float, np.ndarray]:
 
 
 def main(args: argparse.Namespace) -> int:
-    results = launch(program, args)
+    launcher = Launcher(program, args)
+    results = launcher.run()
     wanted = np.arange(args.table)
     for rank in range(args.ranks):
         np.add.at(wanted, *updates(rank, args))
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{count} updates of {args.table} words, {args.ranks} ranks")
         print(f"{count / seconds:.0f} updates/s ({count / seconds / 1e9:.6f} GUPS)")
         print(f"words that differ from NumPy's: {np.count_nonzero(table != wanted)}")
-    return report(
+    return launcher.report(
         {
             "a rank failed": (complete := len(results) == args.ranks),
             "the table is not NumPy's": complete and np.array_equal(table, wanted),
@@ -58,4 +59,4 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--table", type=int, default=1 << 16, metavar="N", help="words")
     options.add_argument("--updates", type=int, default=20000, metavar="N", help="of each rank")
-    sys.exit(main(parse(options, ["table", "updates"])))
+    sys.exit(main(parse(options, ["table", "updates"], program)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A histogram: each rank counts its own numbers, and adds to bins that are spread over all.
 
-    python examples/pgas/histogram.py [--ranks N] [--bins N] [--numbers N]
+python examples/pgas/histogram.py [--ranks N] [--bins N] [--numbers N]
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 import time
 
 import numpy as np
-from world import Distributed, World, launch, parse, parser, report
+from world import Distributed, Launcher, World, parse, parser
 
 RANGE = (-4.0, 4.0)
 
@@ -32,7 +32,8 @@ def program(world: World, args: argparse.Namespace) -> tuple[float, np.ndarray]:
 
 
 def main(args: argparse.Namespace) -> int:
-    results = launch(program, args)
+    launcher = Launcher(program, args)
+    results = launcher.run()
     everything = np.concatenate([numbers(rank, args) for rank in range(args.ranks)])
     wanted, _edges = np.histogram(everything, args.bins, RANGE)
     if results:
@@ -41,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{everything.size / seconds / 1e6:.1f} million numbers/s")
         wrong = sum(np.count_nonzero(bins != wanted) for _seconds, bins in results.values())
         print(f"bins that differ from NumPy's, in what all ranks see: {wrong}")
-    return report(
+    return launcher.report(
         {
             "a rank failed": len(results) == args.ranks,
             "the histogram is not NumPy's": all(
@@ -55,4 +56,4 @@ if __name__ == "__main__":
     options = parser(__doc__)
     options.add_argument("--bins", type=int, default=1000, metavar="N")
     options.add_argument("--numbers", type=int, default=500_000, metavar="N", help="of each rank")
-    sys.exit(main(parse(options, ["bins", "numbers"])))
+    sys.exit(main(parse(options, ["bins", "numbers"], program)))

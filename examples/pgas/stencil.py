@@ -2,6 +2,8 @@
 """Heat spreads over a grid whose rows are spread over the ranks; one of them may be lost.
 
     python examples/pgas/stencil.py [--ranks N] [--fail kill|hang] [--picture stencil.svg]
+    python examples/pgas/stencil.py --listen HOST:PORT [...]   # here, and half of the ranks there:
+    python examples/pgas/stencil.py --connect HOST:PORT
 
 Each step, a rank puts its edge rows into its neighbours' memory.  Now and then it puts all of its
 rows into the next rank's: a checkpoint.  With --fail a rank goes mad in the middle: it writes
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from world import GONE, Launcher, RanksLost, World, launch, parse, parser, report
+from world import GONE, Launcher, RanksLost, World, parse, parser
 
 import ucx_memh as um
 
@@ -229,7 +231,8 @@ class Fate:
 
 def main(args: argparse.Namespace) -> int:
     fate = Fate(args)
-    results = launch(program, args, fate.event)
+    launcher = Launcher(program, args, fate.event)
+    results = launcher.run()
     wanted = np.zeros((args.rows + 2, args.columns))
     wanted[0] = HOT
     for _ in range(args.steps):
@@ -261,7 +264,7 @@ def main(args: argparse.Namespace) -> int:
     print(f"the grid is NumPy's, to the last bit: {same}")
     if args.picture and parts:
         picture(args, {rank: part["notes"] for rank, part in results.items()}, fate.notes)
-    return report(checks)
+    return launcher.report(checks)
 
 
 def picture(args: argparse.Namespace, notes: dict[int, list], fate: list) -> None:
@@ -303,13 +306,15 @@ if __name__ == "__main__":
     option("--fail", choices=["kill", "hang"], help="lose a rank in the middle, in this way")
     option("--victim", type=int, metavar="RANK", help="which one (default: the last)")
     option("--picture", type=Path, metavar="SVG", help="draw what each rank did when")
-    args = parse(options, ["rows", "columns", "steps", "every"])
+    args = parse(options, ["rows", "columns", "steps", "every"], program)
     args.victim = args.ranks - 1 if args.victim is None else args.victim
     args.at = args.steps // 2
     if args.fail and args.ranks < 2:
         options.error("--fail needs at least 2 ranks: one is lost, the others finish")
     if not 0 <= args.victim < args.ranks:
         options.error(f"--victim: there is no rank {args.victim}")
+    if args.listen and args.picture:
+        options.error("--picture needs one clock, which two hosts do not have")
     if args.rows < args.ranks or args.columns < 3:
         options.error("the grid needs a row for each rank, and 3 columns")
     sys.exit(main(args))

@@ -4,8 +4,9 @@
 Each rank registers its heap once and derives a key for each other rank, bound to the connection to
 it.  A rank that is lost is cut off by `World.revoke`: one key of each survivor goes, nothing else.
 
-The launcher, the parent of all ranks, passes addresses and keys around, is the barrier, and
-says who is lost: what PMIx or Slurm do for a runtime.
+The launcher, the parent of the ranks, passes addresses and keys around, is the barrier, and says
+who is lost: what PMIx or Slurm do for a runtime.  Half of the ranks may be on another host, under
+a parent of their own that does what the launcher says.
 """
 
 import argparse
@@ -16,9 +17,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import prod
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,13 @@ import ucx_memh as um
 # What all examples have is one folder up.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from device import announce
+from link import PATIENCE, Link, accept, add_hosts, listen, pair, reach
 
 RIGHTS = um.MemFlag.REMOTE_GET | um.MemFlag.REMOTE_PUT | um.MemFlag.REMOTE_ATOMIC
 # What an access to a rank that is no more may give; the next barrier says who it is.
 GONE = (um.PeerGoneError, um.UnreachableError, um.FlushedError)
-PATIENCE = 90  # seconds without a word from any rank
 UNDER_WAY = 32  # atomics of a rank at a time
+OUR_OWN = {"backend", "listen", "connect", "picture"}  # arguments of one host alone
 LINE = 64  # what begins in the heap is aligned to this
 
 
@@ -49,7 +52,7 @@ class RanksLost(Exception):
 class World:
     """What a rank has: its number, its heap, connections and keys to the heaps of all others."""
 
-    def __init__(self, rank: int, launcher: Connection, args: argparse.Namespace) -> None:
+    def __init__(self, rank: int, launcher: Link, args: argparse.Namespace) -> None:
         self.rank, self.size = rank, args.ranks
         self.alive = list(range(args.ranks))
         self._launcher = launcher
@@ -61,7 +64,7 @@ class World:
         self.ends = {peer: self.md.endpoint() for peer in self.alive}
         # To ourselves too: an adapter's atomics are atomic among themselves only.
         loop = self.md.endpoint()
-        addresses = self.gather({peer: end.address for peer, end in self.ends.items()})
+        addresses = self.gather([end.address for end in self.ends.values()])
         for peer, end in self.ends.items():
             end.connect(loop.address if peer == rank else addresses[peer][rank])
         loop.connect(self.ends[rank].address)
@@ -69,17 +72,17 @@ class World:
         self.wins = {
             peer: self.base.derive(flags=RIGHTS, endpoint=end) for peer, end in users.items()
         }
-        keys = self.gather({peer: win.mkey_pack() for peer, win in self.wins.items()})
+        keys = self.gather([win.mkey_pack() for win in self.wins.values()])
         self.rkeys = {peer: self.md.rkey_unpack(keys[peer][rank]) for peer in self.alive}
 
     def gather(self, value: Any) -> dict[int, Any]:
         """What each rank gave.  RanksLost: some will never come; the others got none of it."""
         self._launcher.send(("gather", value))
-        alive, values = self._launcher.recv()
+        alive, values = self._launcher.receive(None)
         if lost := [rank for rank in self.alive if rank not in alive]:
             self.alive = alive
             raise RanksLost(lost)
-        return values
+        return dict(values)
 
     def barrier(self) -> None:
         self.gather(None)
@@ -173,50 +176,81 @@ class Distributed:
 # ---- the launcher ----
 
 
+class Host:
+    """Ranks on this host, each a process with its end of a link to the launcher."""
+
+    def __init__(self, program: Callable, args: argparse.Namespace, links: dict[int, Link]) -> None:
+        context = get_context("spawn")  # a forked child could not use what we have opened
+        self._processes = {
+            rank: context.Process(target=_run, args=(program, rank, link, args), daemon=True)
+            for rank, link in links.items()
+        }
+        for rank, process in self._processes.items():
+            process.start()
+            links[rank].close()
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self._processes[rank].pid, number)
+
+    def kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+
+
 class Launcher:
     """Starts the ranks and hears them; `on_event(launcher, rank, event)` is the program's."""
 
-    def __init__(self, program: Callable, args: argparse.Namespace, on_event: Callable) -> None:
+    def __init__(
+        self, program: Callable, args: argparse.Namespace, on_event: Callable | None = None
+    ) -> None:
         self.on_event = on_event
         self.results: dict[int, Any] = {}
         self.alive = set(range(args.ranks))
         self._gathered: dict[int, Any] = {}
         self._held = False
-        self._conns: dict[Connection, int] = {}
-        self._processes = []
-        context = get_context("spawn")  # a forked child could not use what we have opened
-        for rank in self.alive:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(program, rank, theirs, args), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._conns[ours] = rank
+        self._links: dict[Link, int] = {}
+        self._there: Link | None = None  # the other host, and the first of its ranks
+        self._half = args.ranks // 2 if args.listen else args.ranks
+        if args.listen:
+            self._invite(args)
+        ends = {rank: pair() for rank in range(self._half)}
+        self._links.update((ours, rank) for rank, (ours, _) in ends.items())
+        self._here = Host(program, args, {rank: theirs for rank, (_, theirs) in ends.items()})
+
+    def _invite(self, args: argparse.Namespace) -> None:
+        """Wait for the other host, which comes again for each of its ranks."""
+        with listen(args.listen) as server:
+            print("waiting for the other host", flush=True)
+            self._there = accept(server, None)
+            theirs = range(self._half, args.ranks)
+            told = {name: value for name, value in vars(args).items() if name not in OUR_OWN}
+            self._there.send((list(theirs), told))
+            self._links.update((accept(server), rank) for rank in theirs)
 
     def run(self) -> dict[int, Any]:
-        """What each rank returned; those that were lost are not in it."""
+        """What program(world, args) returned in each rank; those that were lost are not in it."""
         try:
-            while self._conns:
-                ready = wait(list(self._conns), PATIENCE)
+            while self._links:
+                ready = wait(list(self._links), PATIENCE)
                 if not ready:
                     raise TimeoutError(f"no rank said anything for {PATIENCE} s")
-                for conn in ready:
-                    self._hear(conn)
+                for link in ready:
+                    self._hear(link)
         finally:
-            for process in self._processes:
-                process.kill()
-                process.join()
+            self._here.kill()
         return self.results
 
-    def _hear(self, conn: Connection) -> None:
-        rank = self._conns[conn]
+    def _hear(self, link: Link) -> None:
+        rank = self._links[link]
         try:
-            what, value = conn.recv()
+            what, value = link.receive()
         except (EOFError, ConnectionError):
-            del self._conns[conn]
+            del self._links[link]
             self.lose(rank)
             return
         if what == "event":
+            assert self.on_event is not None
             self.on_event(self, rank, value)
         elif what == "result":
             self.results[rank] = value
@@ -226,10 +260,10 @@ class Launcher:
 
     def _answer(self) -> None:
         if self._gathered and not self._held and self.alive <= set(self._gathered):
-            values, self._gathered = self._gathered, {}
-            for conn, rank in self._conns.items():
+            values, self._gathered = list(self._gathered.items()), {}
+            for link, rank in self._links.items():
                 if rank in self.alive:
-                    conn.send((sorted(self.alive), values))
+                    link.send((sorted(self.alive), values))
 
     def lose(self, rank: int) -> None:
         """It does not take part any more, whether it knows or not."""
@@ -243,32 +277,53 @@ class Launcher:
         self._answer()
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self._processes[rank].pid, number)
+        if rank < self._half:
+            self._here.signal(rank, number)
+        else:
+            assert self._there is not None
+            self._there.send(("signal", rank, number))
+
+    def report(self, checks: dict[str, bool]) -> int:
+        """Print what does not hold, also on the other host; the exit status."""
+        failed = [what for what, good in checks.items() if not good]
+        lines = [f"FAILED: {what}" for what in failed]
+        lines.append(f"{len(checks) - len(failed)} of {len(checks)} checks hold")
+        print(*lines, sep="\n")
+        status = 1 if failed else 0
+        if self._there is not None:
+            with suppress(ConnectionError):  # a host may be lost, too
+                self._there.send(("verdict", status, lines))
+        return status
 
 
-def _run(program: Callable, rank: int, conn: Connection, args: argparse.Namespace) -> None:
+def _run(program: Callable, rank: int, link: Link, args: argparse.Namespace) -> None:
     """A rank's process."""
-    world = World(rank, conn, args)
+    world = World(rank, link, args)
     result = program(world, args)
     world.barrier()  # somebody may still read our heap
-    conn.send(("result", result))
+    link.send(("result", result))
     world.close()
 
 
-def launch(
-    program: Callable, args: argparse.Namespace, on_event: Callable | None = None
-) -> dict[int, Any]:
-    """Run program(world, args) in each rank, in a process of its own; what they returned."""
-    return Launcher(program, args, on_event or (lambda *event: None)).run()
-
-
-def report(checks: dict[str, bool]) -> int:
-    """Print what does not hold; the exit status."""
-    failed = [what for what, good in checks.items() if not good]
-    for what in failed:
-        print(f"FAILED: {what}")
-    print(f"{len(checks) - len(failed)} of {len(checks)} checks hold")
-    return 1 if failed else 0
+def serve(program: Callable, args: argparse.Namespace) -> int:
+    """The ranks that a launcher wants on this host, and their signals; its verdict is ours."""
+    with reach(args.connect) as launcher:
+        ranks, told = launcher.receive(None)
+        vars(args).update(told)
+        host = Host(program, args, {rank: reach(args.connect) for rank in ranks})
+        print(f"ranks {', '.join(map(str, ranks))} of {args.ranks}", flush=True)
+        try:
+            while True:
+                match launcher.receive(None):
+                    case ("signal", rank, number):
+                        host.signal(rank, number)
+                    case ("verdict", status, lines):
+                        print("The launcher says:", *lines, sep="\n")
+                        return status
+        except (EOFError, ConnectionError):
+            raise SystemExit("the launcher is gone") from None
+        finally:
+            host.kill()
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -278,15 +333,25 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     option("--backend", default="ib_mlx5", metavar="NAME", help="component, or component/device")
     option("--ranks", type=int, default=4, metavar="N", help="processes (%(default)s)")
     option("--heap", type=int, default=64 << 20, metavar="BYTES", help="of each rank (%(default)s)")
+    add_hosts(parser, "half of the ranks")
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, positive: Iterable[str]) -> argparse.Namespace:
-    """Check what all have in common; status 2 with a reason if it cannot work."""
+def parse(
+    parser: argparse.ArgumentParser, positive: Iterable[str], program: Callable
+) -> argparse.Namespace:
+    """Check what all have in common; status 2 with a reason if it cannot work.
+
+    With --connect it does what there is to do, and exits.
+    """
     args = parser.parse_args()
     for name in ("ranks", "heap", *positive):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if args.listen and args.ranks < 2:
+        parser.error("--listen needs at least 2 ranks: half of them are on the other host")
     announce(parser, args.backend, "no rank can be cut off")
     sys.stdout.flush()
+    if args.connect:
+        sys.exit(serve(program, args))
     return args
