@@ -46,7 +46,7 @@ class Reader:
     def __init__(self, md: um.Md, link: Link) -> None:
         self.link = link
         self.endpoint = md.endpoint()
-        self.connect(link.receive())
+        self.connect(link.receive(None))  # the next owner's has one before it
 
     def connect(self, address: bytes) -> None:
         self.endpoint.connect(address)
@@ -177,9 +177,10 @@ class Owner:
         self.spans.append((number % len(self.readers), block, since, time.monotonic(), request))
 
 
-def own(links: list[Link], parent: Link, args: argparse.Namespace, life: int) -> None:
+def own(links: list[Link], args: argparse.Namespace, life: int) -> None:
     """The owner's process, in its first life or in its second."""
-    owner = Owner(links, args)
+    *readers, parent = links
+    owner = Owner(readers, args)
     if life == 0:
         rate = owner.steady()
         turns = [(n, turn) for turn in range(args.late) for n in range(args.readers)]
@@ -413,7 +414,10 @@ def serve(args: argparse.Namespace) -> int:
         vars(args).update(owner.receive())
         lives = [[reach(args.connect) for _ in range(args.readers)] for _ in LIVES]
         readers = [start(read, list(links), args) for links in zip(*lives, strict=True)]
-        status, words = owner.receive(None)
+        try:
+            status, words = owner.receive(None)
+        except (EOFError, ConnectionError):
+            raise SystemExit("the owner is gone") from None
         for each in readers:
             each.join(PATIENCE)
     print(f"{args.readers} readers; the owner says: {words}")
@@ -422,18 +426,15 @@ def serve(args: argparse.Namespace) -> int:
 
 def own_all(lives: list[list[Link]], args: argparse.Namespace) -> tuple[int, str]:
     """Both lives of the owner; its verdict."""
-    counts: Counter[str] = Counter()
-    for life, links in enumerate(lives):
-        ours, theirs = pair()
-        owner = start(own, links, theirs, args, life)
-        theirs.close()
-        if life == 0:
-            first, *more = ours.receive(None)
-            counts.update(first)
+    pairs = [pair() for _ in LIVES]
+    # The next one stands by, until it hears from the readers.
+    owners = [start(own, [*lives[life], pairs[life][1]], args, life) for life in LIVES]
+    first, rate, back, spans, marks = pairs[0][0].receive(None)
+    counts = Counter(first)
+    for owner, (ours, _) in zip(owners, pairs, strict=True):
         counts.update(ours.receive())
         owner.kill()  # not a word to the readers
         owner.join()
-    rate, back, spans, marks = more
     if args.picture:
         picture(args.picture, args.readers, spans, marks)
     return show(args, counts, rate, back)

@@ -9,6 +9,7 @@ and not attackers; keys go over it in plain text, so use a network that you trus
 import argparse
 import json
 import socket
+import struct
 import sys
 import time
 from multiprocessing.connection import Connection, wait
@@ -113,7 +114,7 @@ def accept(server: socket.socket, seconds: float | None = PATIENCE) -> Link:
     while wait([server], seconds):
         sock, address = server.accept()
         # Or who stops in the middle of a message would keep us for ever.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", GREETING, 0))
         link = Link(sock)
         why = link.greet()
         if not why:
@@ -121,9 +122,6 @@ def accept(server: socket.socket, seconds: float | None = PATIENCE) -> Link:
         print(f"{_text(address)} is turned away: {why}", file=sys.stderr)
         link.close()
     raise TimeoutError(f"nobody came for {seconds} s")
-
-
-_TIMEVAL = GREETING.to_bytes(8, sys.byteorder) + bytes(8)
 
 
 def reach(address: Address) -> Link:

@@ -5,6 +5,7 @@ import gc
 import inspect
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -151,6 +152,16 @@ def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         return done
 
     return run
+
+
+@pytest.fixture
+def words() -> Callable[[str], list[str]]:
+    """`words(text)`: its lines but for the numbers, and for where a picture is."""
+
+    def lines(text: str) -> list[str]:
+        return [re.sub(r"[\d.]+", "N", line) for line in text.splitlines() if "wrote" not in line]
+
+    return lines
 
 
 @pytest.fixture(scope="session")

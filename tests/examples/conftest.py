@@ -2,7 +2,9 @@
 """What the tests of examples share."""
 
 import re
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,22 @@ def example(python: Callable, root: Path) -> Callable[..., tuple[int, str]]:
 
 
 @pytest.fixture
-def words() -> Callable[[str], list[str]]:
-    """`words(text)`: its lines but for the numbers, and for where a picture is."""
+def port() -> int:
+    """One of this host that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
 
-    def lines(text: str) -> list[str]:
-        return [re.sub(r"[\d.]+", "N", line) for line in text.splitlines() if "wrote" not in line]
 
-    return lines
+@pytest.fixture
+def two_hosts(example: Callable, port: int) -> Callable[..., tuple[tuple[int, str], ...]]:
+    """`two_hosts(name, *args)`: what `example` gives of the one with these arguments that listens,
+    and of the one that connects."""
+
+    def run(name: str, *args: str) -> tuple[tuple[int, str], ...]:
+        where = f"127.0.0.1:{port}"
+        with ThreadPoolExecutor() as pool:
+            there = pool.submit(example, name, "--connect", where)
+            here = pool.submit(example, name, *args, "--listen", where)
+            return here.result(), there.result()
+
+    return run

@@ -57,6 +57,17 @@ def test_the_picture_shows_leases_and_refusals(leases, tmp_path):
     assert sum(each.endswith("refused") for each in titles) >= 4
 
 
+def test_readers_of_another_host(two_hosts):
+    """What they do is the owner's to say, and both end with his verdict."""
+    (owner, text), (readers, there) = two_hosts("kv_leases", *SMALL, "--readers", "3")
+    assert (owner, readers) == (0, 0), text + there
+    assert figure(text, r"refused: (\d+) by the device") == 2 * 4 * 3
+    assert there.endswith("3 readers; the owner says: 8 of 8 checks hold\n")
+    (owner, text), (readers, there) = two_hosts("kv_leases", *SMALL, "--no-revoke")
+    assert (owner, readers) == (1, 1)
+    assert there.endswith("2 readers; the owner says: 5 of 8 checks hold\n")
+
+
 @pytest.mark.parametrize(
     "args, said",
     [
@@ -65,6 +76,9 @@ def test_the_picture_shows_leases_and_refusals(leases, tmp_path):
         (["--block-size", "100"], "--block-size must be a multiple of 64"),
         (["--backend", "cma"], "cma has no derived keys, so no lease can end"),
         (["--backend", "nobody"], "no component 'nobody'"),
+        (["--listen", "7000"], "want HOST:PORT, not '7000'"),
+        (["--connect", "here:port"], "want HOST:PORT, not 'here:port'"),
+        (["--connect", "[::1]:1", "--listen", "[::1]:1"], "not allowed with argument --connect"),
     ],
 )
 def test_wrong_arguments(leases, args, said):
@@ -74,7 +88,9 @@ def test_wrong_arguments(leases, args, said):
 def test_the_tutorial_shows_what_it_prints(leases, root, words):
     """But for the numbers."""
     tutorial = (root / "docs/kv-leases.md").read_text()
-    shown, wrong = re.findall(r"^```\n(ucx_memh.*?|\d+ reads.*?)^```", tutorial, re.S | re.M)
+    shown, *_two_hosts, wrong = re.findall(
+        r"^```\n(ucx_memh.*?|\d+ reads.*?)^```", tutorial, re.S | re.M
+    )
     _status, text = leases(*SMALL)
     assert words(shown) == words(text)
     _status, text = leases(*SMALL, "--no-revoke")

@@ -55,6 +55,24 @@ def test_a_lost_rank_is_cut_off_and_the_others_finish(pgas, ranks, fail, victim)
     assert text.count("REMOTE_ACCESS") == (ranks - 1 if fail == "hang" else 0)
 
 
+@pytest.mark.parametrize("program", SMALL)
+def test_half_of_the_ranks_on_another_host(two_hosts, program):
+    (here, text), (there, more) = two_hosts(f"pgas/{program}", "--ranks", "3", *SMALL[program])
+    assert (here, there) == (0, 0), text + more
+    assert SAYS[program] in text
+    assert "ranks 1, 2 of 3\nThe launcher says:\n2 of 2 checks hold\n" in more
+
+
+@pytest.mark.parametrize("fail, victim", [("hang", 3), ("hang", 0), ("kill", 2)])
+def test_a_rank_of_either_host_may_be_lost(two_hosts, fail, victim):
+    options = ("--fail", fail, "--victim", str(victim), *SMALL["stencil"])
+    (here, text), (there, more) = two_hosts("pgas/stencil", *options)
+    assert (here, there) == (0, 0), text + more
+    assert SAYS["stencil"] in text
+    assert re.search(r"its writes: [1-9]\d* to each had come before that, 0 came after it", text)
+    assert text.count("REMOTE_ACCESS") == (3 if fail == "hang" else 0)
+
+
 def test_the_picture_shows_the_revocations(pgas, tmp_path):
     where = tmp_path / "stencil.svg"
     more = ("--fail", "hang", "--picture", str(where))
@@ -78,6 +96,9 @@ def test_the_picture_shows_the_revocations(pgas, tmp_path):
         ("stencil", ["--rows", "3"], "the grid needs a row for each rank"),
         ("stencil", ["--fail", "sleep"], "invalid choice: 'sleep'"),
         ("stencil", ["--backend", "cma"], "cma has no derived keys"),
+        ("stencil", ["--picture", "x.svg", "--listen", "[::1]:1"], "--picture needs one clock"),
+        ("gups", ["--ranks", "1", "--listen", "[::1]:1"], "--listen needs at least 2 ranks"),
+        ("gups", ["--connect", ":1"], "want HOST:PORT, not ':1'"),
     ],
 )
 def test_wrong_arguments(pgas, program, args, said):
@@ -93,6 +114,6 @@ def test_a_heap_that_is_too_small_says_so(pgas):
 def test_the_tutorial_shows_what_it_prints(pgas, root, words):
     """But for the numbers."""
     tutorial = (root / "docs/pgas.md").read_text()
-    gups, hang = re.findall(r"^```\n(ucx_memh.*?)^```", tutorial, re.S | re.M)
+    gups, hang, *_two_hosts = re.findall(r"^```\n(ucx_memh.*?)^```", tutorial, re.S | re.M)
     assert words(gups) == words(pgas("gups", *SMALL["gups"])[1])
     assert words(hang) == words(pgas("stencil", "--fail", "hang", *SMALL["stencil"])[1])

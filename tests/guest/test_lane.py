@@ -1,71 +1,20 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """tools/guest: what goes into a guest, what comes out of it, and that nothing is left."""
 
-import os
 import select
-import shlex
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
-from _marked import MARK, marked, wait_for
-
-ROOT = Path(__file__).parents[2]
+from _marked import marked, wait_for
 
 pytestmark = [pytest.mark.guest, pytest.mark.source, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="session")
-def setup():
-    def run() -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            ["sh", ROOT / "tools/guest/setup.sh"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def kernel(setup):
-    """There is something to boot."""
-    with setup() as process:
-        output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-
-
-@contextmanager
-def running(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """What starts run.py; afterwards none of its processes and files is left."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    environment = {**os.environ, "TMPDIR": str(temporary), MARK: str(tmp_path)}
-
-    def run(*args: object, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, ROOT / "tools/guest/run.py", *map(str, args)],
-            cwd=tmp_path,
-            env={**environment, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    yield run
-    wait_for(lambda: not marked(tmp_path))
-    assert list(temporary.iterdir()) == []
-
-
 @pytest.fixture
-def start(kernel, tmp_path):
+def start(running, tmp_path):
     with running(tmp_path) as start:
         yield start
 
@@ -161,59 +110,13 @@ def test_does_not_come_up(guest):
 # ---- two guests ----
 
 
-@pytest.fixture(scope="module")
-def two(kernel, tmp_path_factory):
-    """The demo from one guest to the other; then one panics, and the other has its own exit code.
-
-    All in one run: it takes half a minute until two guests have started five Pythons.
-    """
-    demo = [sys.executable, "-m", "ucx_memh", "demo"]
-    listen = shlex.join([*demo, "--backend", "ib", "--size", "1", "--listen", "10.77.0.1:7000"])
-    connect = shlex.join([*demo, "--connect", "10.77.0.1:7000"])
-    one = f"{listen}; echo owner $?; sleep 3; exit 3"
-    # A panic takes what is not on its way out yet.
-    other = f"{connect}; echo peers $?; sleep 1; echo c >/proc/sysrq-trigger"
-    with running(tmp_path_factory.mktemp("two")) as start:
-        options = ["--timeout", 240, "--env", "PYTHONDONTWRITEBYTECODE=1"]
-        with start(*options, "--", "sh", "-c", one, "---", "sh", "-c", other) as process:
-            out, err = process.communicate(timeout=390)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
 def test_two(two):
+    """Two panics in the end, and One has its own exit code."""
     assert two.returncode == 3, two.stderr
     assert {line[:3] for line in two.stdout.splitlines()} == {"1| ", "2| "}
     assert "2| run.py: the guest died; its console: " in two.stderr
     assert "sysrq triggered crash" in two.stderr
     assert two.stderr.endswith("run.py: exit codes: 3 125\n")
-
-
-def test_demo_across_two_hosts(two):
-    """Keys by TCP, accesses by the kernel's RDMA; each side has its account, and one verdict."""
-    owner, peers = (
-        [line[3:] for line in two.stdout.splitlines() if line.startswith(number)]
-        for number in ("1| ", "2| ")
-    )
-    assert owner[-1] == "owner 0", two.stdout + two.stderr
-    assert peers[-1] == "peers 0"
-    good, _, all_of_them, *_ = owner[-2].split()
-    assert int(good) == int(all_of_them) > 20
-    assert peers[-2] == owner[-2]
-    assert owner[0].endswith(": ib/rxe0")
-
-    def one(lines, start):
-        (line,) = (line for line in lines if line.startswith(start))
-        return line
-
-    greeting = one(peers, "ucx_memh ")  # not the first line if the owner was later
-    assert greeting.endswith(": ib/rxe0, peers of the owner at 10.77.0.1:7000")
-    assert one(owner, "revoke the writer, while it streams").endswith("1 DEALLOC_MW")
-    assert one(peers, "writer  write number ").endswith("refused by the device, REMOTE_ACCESS")
-    # rxe does not look at a window's range: the library does, and the demo says so.
-    assert "not by the device" in one(owner, "range ")
-    assert "refused by its own library: RANGE" in one(owner, "writer reads outside its part")
-    around = "writer reads outside, around its library"
-    assert one(owner, around).endswith("let through by the device")
 
 
 # ---- no guest ----
