@@ -50,6 +50,37 @@ ELSEWHERE = frozenset({Status.NO_DEVICE, Status.UNSUPPORTED, Status.UNREACHABLE}
 NEAR = ("ib_mlx5", "ib")  # in the order of preference, all ranks on one host
 FAR = ("ib", "ib_mlx5")
 
+_left_key: int | None = None  # MPI's name for the attribute that is a communicator's _Left
+
+
+class _Left:
+    """What a communicator remembers of the windows made over it.
+
+    Whoever leaves a window by an exception waits for nobody, and to free its communicator takes
+    all ranks.  They are together again when they make the next window.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0  # the same number on all ranks
+        self.comms: dict[int, MPI.Intracomm] = {}  # not freed yet, by the number of the window
+
+    @classmethod
+    def of(cls, comm: "MPI.Intracomm") -> "_Left":
+        global _left_key
+        if _left_key is None:
+            _left_key = comm.Create_keyval()
+        left = comm.Get_attr(_left_key)
+        if left is None:
+            left = cls()
+            comm.Set_attr(_left_key, left)
+        return left
+
+    def free(self, everywhere: Sequence[Sequence[int]]) -> None:
+        """Those that every rank has left, in the same order; collective."""
+        for number in sorted(set.intersection(*map(set, everywhere))):
+            self.comms.pop(number).Free()
+
+
 Failure = tuple[int, str]  # status and words: what ranks tell each other of an error
 
 
@@ -89,7 +120,9 @@ class Window:
     and before anything is sent: `comm` is no intracommunicator.
 
     A context manager.  Left by an exception, it gives back what is this rank's and waits for
-    nobody: the exception is to be seen, not hidden by a wait for ranks that wait elsewhere.
+    nobody: the exception is to be seen, not hidden by a wait for ranks that wait elsewhere.  Its
+    duplicate of `comm`, which takes all ranks to free, is freed when they make the next window
+    over `comm`.
 
     Any thread may call put, get, fetch_add, compare_swap, flush and revoke; what talks to other
     ranks (making it, fence, regrant, refresh, close) one thread at a time, as MPI was initialised
@@ -113,7 +146,10 @@ class Window:
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise TypeError(f"want an intracommunicator of mpi4py, not {comm!r}")
         self._closed = True  # until it is made
+        self._left = _Left.of(comm)
         self._comm = comm.Dup()
+        self._left.made += 1
+        self._number = self._left.made
         self._sent: list[MPI.Request] = []
         self._ranks: list[_Rank] = []
         self._md: Md | None = None
@@ -334,9 +370,9 @@ class Window:
         if kind is None:
             self.close()
         elif not self._closed:
-            # Not the communicator: that takes the others.
             self._closed = True
             self._release()
+            self._left.comms[self._number] = self._comm  # to free it takes the others
 
     # ---- making it ----
 
@@ -345,6 +381,7 @@ class Window:
     ) -> None:
         comm = self._comm
         self._rank: int = comm.Get_rank()
+        self._left.free(comm.allgather(tuple(self._left.comms)))
         self._agree("", lambda: _arguments(nbytes, backends))
         words = (bool(revocable), None if backends is None else tuple(backends))
         if len(set(comm.allgather(words))) > 1:

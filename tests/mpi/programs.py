@@ -461,15 +461,34 @@ def arguments():
 
 
 def exception():
-    """It comes out, and no rank waits for another."""
+    """It comes out, no rank waits for another, and what was left is freed with the next one."""
+    comm = COMM.Dup()
+    left = []
     for _ in range(3):
         try:
-            with um.mpi.Window(COMM, PAGE) as win:
+            with um.mpi.Window(comm, PAGE) as win:
                 win.put((ME + 1) % SIZE, b"x")
                 raise KeyError(ME)
         except KeyError:
             assert win.closed
+        assert [each == MPI.COMM_NULL for each in left] == [True] * len(left)
         win.close()
+        left.append(win._comm)
+    assert left[-1] != MPI.COMM_NULL
+    with um.mpi.Window(COMM, PAGE):  # over another communicator
+        assert left[-1] != MPI.COMM_NULL
+    raises(um.InvalidParamError, lambda: um.mpi.Window(comm, -1))
+    assert left[-1] == MPI.COMM_NULL
+    win = um.mpi.Window(comm, PAGE)
+    if ME == 1:  # alone: the others do not free what they still use
+        win.__exit__(KeyError, KeyError(), None)
+    um.mpi.Window(comm, PAGE).close()
+    assert win._comm != MPI.COMM_NULL
+    if ME != 1:
+        win.__exit__(KeyError, KeyError(), None)
+    um.mpi.Window(comm, PAGE).close()
+    assert win._comm == MPI.COMM_NULL
+    comm.Free()
 
 
 def lost():
