@@ -17,6 +17,7 @@ with (HERE.parent / "pyproject.toml").open("rb") as file:
     release = version = tomllib.load(file)["project"]["version"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "headers", "options", "stubs"]
+highlight_language = "none"  # a bare block is what a program printed
 default_role = "py:obj"  # what docstrings have in backticks is a link where there is such a thing
 
 myst_enable_extensions = ["deflist"]
@@ -34,4 +35,5 @@ autodoc_default_options = {"show-inheritance": True}
 html_theme = "furo"
 html_title = f"ucx_memh {version}"
 html_copy_source = False
+html_show_copyright = False
 html_show_sphinx = False

@@ -34,7 +34,7 @@ GET, PUT = um.MemFlag.REMOTE_GET, um.MemFlag.REMOTE_PUT
 # What a key of an owner that was killed may give.
 GONE = (um.PeerGoneError, um.UnreachableError, um.FlushedError, um.StaleKeyError)
 LIVES = range(2)  # of the owner
-BLOCKS_SHOWN, LEASES_SHOWN = 8, 40  # in the picture
+BLOCKS_SHOWN, LEASES_SHOWN = 8, 32  # in the picture
 
 
 # ---- the owner ----
@@ -481,7 +481,7 @@ def picture(path: Path, readers: int, spans: list, marks: list) -> None:
     rows = sorted({block for _reader, block, *_ in spans})
     draw(
         path,
-        "Leases end, and their keys with them; \u2715: a late read, refused by the device",
+        "Leases end, and their keys with them; \u00d7: a late read, refused by the device",
         [f"block {block}" for block in rows],
         [f"leased to reader {number}" for number in range(readers)],
         [
@@ -489,7 +489,7 @@ def picture(path: Path, readers: int, spans: list, marks: list) -> None:
             for reader, block, start, end, request in spans
         ],
         [
-            Mark(rows.index(block), at, "\u2715", "#d62728", f"reader {reader} refused")
+            Mark(rows.index(block), at, "\u00d7", "#d62728", f"reader {reader} refused")
             for reader, block, at in marks
             if block in rows and at <= last
         ],

@@ -7,9 +7,10 @@ The examples draw what they measured with it (--picture).
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import NamedTuple
 
-WIDTH, LEFT, ROW, TOP = 960, 90, 24, 34
+WIDTH, LEFT, ROW = 680, 64, 24
 COLOURS = ("#4c78a8", "#54a24b", "#b279a2", "#eeca3b", "#9d755d")
 
 
@@ -39,9 +40,11 @@ def draw(
 ) -> None:
     """Write the picture; times are seconds of any clock, and the first is the picture's 0."""
     bars, marks = list(bars), list(marks)
-    first = min(bar.start for bar in bars)
+    first = min([bar.start for bar in bars] + [mark.at for mark in marks])
     span = max([bar.end for bar in bars] + [mark.at for mark in marks]) - first
-    height = TOP + ROW * len(rows) + 60
+    head = wrap(title, 84)
+    top = 14 + 18 * len(head)
+    height = top + ROW * len(rows) + 60
 
     def x(at: float) -> float:
         return LEFT + (at - first) / span * (WIDTH - LEFT - 20)
@@ -53,13 +56,13 @@ def draw(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
-        text(LEFT, 20, title, 'font-size="14"'),
     ]
-    lines += [text(8, TOP + ROW * (row + 0.7), name) for row, name in enumerate(rows)]
+    lines += [text(LEFT, 20 + 18 * n, words, 'font-size="13"') for n, words in enumerate(head)]
+    lines += [text(8, top + ROW * (row + 0.7), name) for row, name in enumerate(rows)]
     for bar in bars:
         width = max(x(bar.end) - x(bar.start), 1)
         lines.append(
-            f'<rect x="{x(bar.start):.1f}" y="{TOP + ROW * bar.row + 3}" width="{width:.1f}" '
+            f'<rect x="{x(bar.start):.1f}" y="{top + ROW * bar.row + 3}" width="{width:.1f}" '
             f'height="{ROW - 6}" fill="{COLOURS[bar.colour % len(COLOURS)]}">'
             f"<title>{escape(bar.title)}</title></rect>"
         )
@@ -68,16 +71,15 @@ def draw(
             f'fill="{mark.colour}" font-weight="bold" text-anchor="middle" '
             'stroke="white" stroke-width="3" paint-order="stroke"'
         )
-        y = TOP + ROW * (mark.row + 0.7)
+        y = top + ROW * (mark.row + 0.7)
         lines.append(f"<g>{text(x(mark.at), y, mark.text, more)}")
         lines.append(f"<title>{escape(mark.title)}</title></g>")
-    axis = TOP + ROW * len(rows) + 6
+    axis = top + ROW * len(rows) + 6
     lines.append(f'<path d="M{LEFT} {axis}H{WIDTH - 20}" stroke="black"/>')
     for part in range(6):
         at = first + span * part / 5
-        lines.append(
-            text(x(at), axis + 14, f"{span * part / 5 * 1e3:.1f} ms", 'text-anchor="middle"')
-        )
+        anchor = f'text-anchor="{"end" if part == 5 else "middle"}"'  # the last: within the picture
+        lines.append(text(x(at), axis + 14, f"{span * part / 5 * 1e3:.1f} ms", anchor))
     for number, words in enumerate(legend):
         at = LEFT + number * 170
         colour = COLOURS[number % len(COLOURS)]

@@ -30,7 +30,7 @@ TOKEN = re.compile(
     | (?P<name>[^\s;{}\#/][^;{}\#/]*;)""",
     re.X | re.S | re.M,
 )
-TITLE = re.compile(r"---- (.*?) -{4,}\s*\*?")
+TITLE = re.compile(r"---- (.*?) -{3,}\s*\*?")
 
 
 def prose(comment: str) -> str:

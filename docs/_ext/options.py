@@ -13,7 +13,7 @@ from ucx_memh.hookspecs import PROJECT
 
 
 def option(component: str, option: Option) -> str:
-    text = f"{option.help[0].upper()}{option.help[1:]}."
+    text = option.help
     if option.environment:
         text += f"\n\n   In the environment: ``{variable(component, option.name)}``."
     return (

@@ -18,6 +18,8 @@ from sphinx.util.docutils import SphinxDirective
 
 EMBEDDED = re.compile(r"\A[\w.]+\(.*\)(?: -> .*)?(?:\n+|\Z)")  # Cython's embedsignature
 
+ARGUMENT = re.compile(r"(?<!`)`(?:flags|config|errors)`")  # a module's name, too: no link to that
+
 
 def signature(node: ast.FunctionDef, name: str, method: bool) -> str:
     if method:  # self goes without saying
@@ -63,12 +65,18 @@ class Stub(SphinxDirective):
         else:
             kind, head = "method" if inside else "function", signature(node, node.name, inside)
         text = "" if kind == "attribute" else EMBEDDED.sub("", inspect.getdoc(thing) or "")
+        text = ARGUMENT.sub(r"`\g<0>`", text)
         if not text and kind not in ("attribute", "property"):
             raise self.error(f"{head} has no docstring")
         inner = indent(f"{text}\n\n{body}", "   ")
         return f".. py:{kind}:: {head}\n{options}\n{inner}\n\n"
 
 
+def process(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]):
+    lines[:] = [ARGUMENT.sub(r"`\g<0>`", line) for line in lines]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
+    app.connect("autodoc-process-docstring", process)
     app.add_directive("stub", Stub)
     return {"parallel_read_safe": True}

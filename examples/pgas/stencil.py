@@ -271,10 +271,10 @@ def picture(args: argparse.Namespace, notes: dict[int, list], fate: list) -> Non
     """What each rank did when; of the time around the loss, if there was one."""
     from timeline import Bar, Mark, draw
 
-    signs = {"killed": "\u2620", "stopped": "\u23f8", "woken": "\u25b6", "refused": "\u2715"}
+    signs = {"killed": "\u2020", "stopped": "\u25a0", "woken": "\u25b6", "refused": "\u00d7"}
     notes = {**notes, args.victim: fate} if args.fail else notes
     around = [end for what, _start, end in fate if what in signs]
-    low, high = (min(around) - 0.01, max(around) + 0.015) if around else (0, float("inf"))
+    low, high = (min(around) - 0.02, max(around) + 0.02) if around else (0, float("inf"))
     bars, marks = [], []
     for rank, what, start, end in (
         (rank, *note) for rank, each in notes.items() for note in each if low <= note[1] <= high
@@ -286,8 +286,8 @@ def picture(args: argparse.Namespace, notes: dict[int, list], fate: list) -> Non
             marks.append(Mark(rank, start, sign, "#d62728", f"rank {rank}: {what}"))
     draw(
         args.picture,
-        "R: this rank revoked the lost one's key; \u2620 killed, \u23f8 stopped, \u25b6 woken, "
-        "\u2715 its late writes refused",
+        "R: this rank revoked the lost one's key; \u2020 killed, \u25a0 stopped, \u25b6 woken, "
+        "\u00d7 its late writes refused",
         [f"rank {rank}" for rank in range(args.ranks)],
         ["a step", "a checkpoint"],
         bars,

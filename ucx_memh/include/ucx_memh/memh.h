@@ -23,41 +23,41 @@ typedef int32_t ucxm_status_t;
 
 #define UCXM_OK                   0
 #define UCXM_INPROGRESS           1
-#define UCXM_ERR_NO_RESOURCE      (-2)
+#define UCXM_ERR_NO_RESOURCE      (-2) /* a queue is full: progress and try again */
 #define UCXM_ERR_IO_ERROR         (-3) /* the device or a system call failed      */
-#define UCXM_ERR_NO_MEMORY        (-4)
-#define UCXM_ERR_INVALID_PARAM    (-5)
-#define UCXM_ERR_UNREACHABLE      (-6)
+#define UCXM_ERR_NO_MEMORY        (-4) /* no memory, or a limit on locked memory */
+#define UCXM_ERR_INVALID_PARAM    (-5) /* an argument is wrong */
+#define UCXM_ERR_UNREACHABLE      (-6) /* this domain cannot reach the peer */
 #define UCXM_ERR_INVALID_ADDR     (-7) /* an address is not mapped                */
-#define UCXM_ERR_BUFFER_TOO_SMALL (-10)
-#define UCXM_ERR_NO_DEVICE        (-14)
-#define UCXM_ERR_BUSY             (-15)
-#define UCXM_ERR_CANCELED         (-16)
-#define UCXM_ERR_TIMED_OUT        (-20)
-#define UCXM_ERR_EXCEEDS_LIMIT    (-21)
-#define UCXM_ERR_UNSUPPORTED      (-22)
+#define UCXM_ERR_BUFFER_TOO_SMALL (-10) /* nothing was written but the length */
+#define UCXM_ERR_NO_DEVICE        (-14) /* what was named is not there */
+#define UCXM_ERR_BUSY             (-15) /* in use, or under way */
+#define UCXM_ERR_CANCELED         (-16) /* given up before it was done */
+#define UCXM_ERR_TIMED_OUT        (-20) /* not done in time; it goes on */
+#define UCXM_ERR_EXCEEDS_LIMIT    (-21) /* more than is taken at once */
+#define UCXM_ERR_UNSUPPORTED      (-22) /* this domain cannot do that */
 #define UCXM_ERR_REVOKED          (-101) /* the handle or key was invalidated        */
 #define UCXM_ERR_CLOSED           (-102) /* the object was closed                    */
 #define UCXM_ERR_FORKED           (-103) /* the object belongs to the parent process */
 #define UCXM_ERR_ACCESS           (-104) /* a right that the handle does not have    */
 #define UCXM_ERR_RANGE            (-105) /* outside the handle's or key's range      */
-#define UCXM_ERR_MALFORMED_KEY    (-106)
-#define UCXM_ERR_KEY_VERSION      (-107)
+#define UCXM_ERR_MALFORMED_KEY    (-106) /* no packed key, or a damaged one */
+#define UCXM_ERR_KEY_VERSION      (-107) /* a key of an unknown version */
 #define UCXM_ERR_STALE_KEY        (-108) /* the key's owner is not that process now  */
-#define UCXM_ERR_PEER_GONE        (-109)
+#define UCXM_ERR_PEER_GONE        (-109) /* the peer's process has ended */
 #define UCXM_ERR_REMOTE_ACCESS    (-110) /* the remote device refused the access     */
 #define UCXM_ERR_FLUSHED          (-111) /* the connection failed before this ran    */
 
 /* ---- what an Md can do (UCT_MD_FLAG_*) -------------------------------- */
 
-#define UCXM_MD_FLAG_REG             (1ull << 1)
-#define UCXM_MD_FLAG_NEED_MEMH       (1ull << 2)
-#define UCXM_MD_FLAG_NEED_RKEY       (1ull << 3)
-#define UCXM_MD_FLAG_RKEY_PTR        (1ull << 6)
-#define UCXM_MD_FLAG_INVALIDATE      (1ull << 8)
-#define UCXM_MD_FLAG_REG_DMABUF      (1ull << 10)
-#define UCXM_MD_FLAG_INVALIDATE_RMA  (1ull << 11)
-#define UCXM_MD_FLAG_INVALIDATE_AMO  (1ull << 12)
+#define UCXM_MD_FLAG_REG             (1ull << 1) /* registers memory */
+#define UCXM_MD_FLAG_NEED_MEMH       (1ull << 2) /* transfers want the local memory registered */
+#define UCXM_MD_FLAG_NEED_RKEY       (1ull << 3) /* access wants a packed key */
+#define UCXM_MD_FLAG_RKEY_PTR        (1ull << 6) /* rkey_ptr gives a local pointer */
+#define UCXM_MD_FLAG_INVALIDATE      (1ull << 8) /* mem_dereg can promise that no key works */
+#define UCXM_MD_FLAG_REG_DMABUF      (1ull << 10) /* registers memory by a dmabuf */
+#define UCXM_MD_FLAG_INVALIDATE_RMA  (1ull << 11) /* revocable keys of a base, for put and get */
+#define UCXM_MD_FLAG_INVALIDATE_AMO  (1ull << 12) /* revocable keys of a base, for atomics */
 /* UCX has no such flag (openucx/ucx#10332 was never merged, and its bit 13 is
  * MEMTYPE_COPY today), so it lives in our own half of the word. */
 #define UCXM_MD_FLAG_REG_DERIVED     (1ull << 32)
@@ -68,26 +68,26 @@ typedef int32_t ucxm_status_t;
 
 /* ---- rights of a handle (UCT_MD_MEM_ACCESS_*) and registration flags --- */
 
-#define UCXM_MEM_ACCESS_REMOTE_PUT    (1ull << 5)
-#define UCXM_MEM_ACCESS_REMOTE_GET    (1ull << 6)
-#define UCXM_MEM_ACCESS_REMOTE_ATOMIC (1ull << 7)
-#define UCXM_MEM_ACCESS_LOCAL_READ    (1ull << 8)
-#define UCXM_MEM_ACCESS_LOCAL_WRITE   (1ull << 9)
-#define UCXM_MEM_SYMMETRIC_RKEY       (1ull << 10)
-#define UCXM_MEM_GVA                  (1ull << 11)
-#define UCXM_MEM_ACCESS_REMOTE        (7ull << 5)
+#define UCXM_MEM_ACCESS_REMOTE_PUT    (1ull << 5) /* peers may write */
+#define UCXM_MEM_ACCESS_REMOTE_GET    (1ull << 6) /* peers may read */
+#define UCXM_MEM_ACCESS_REMOTE_ATOMIC (1ull << 7) /* peers may use atomics */
+#define UCXM_MEM_ACCESS_LOCAL_READ    (1ull << 8) /* the local side of a put may be here */
+#define UCXM_MEM_ACCESS_LOCAL_WRITE   (1ull << 9) /* the local side of a get may be here */
+#define UCXM_MEM_SYMMETRIC_RKEY       (1ull << 10) /* known, and refused: UNSUPPORTED */
+#define UCXM_MEM_GVA                  (1ull << 11) /* known, and refused: UNSUPPORTED */
+#define UCXM_MEM_ACCESS_REMOTE        (7ull << 5) /* all that a peer can be given */
 #define UCXM_MEM_ACCESS_RMA                                                                 \
     (UCXM_MEM_ACCESS_REMOTE_PUT | UCXM_MEM_ACCESS_REMOTE_GET | UCXM_MEM_ACCESS_LOCAL_READ | \
      UCXM_MEM_ACCESS_LOCAL_WRITE)
-#define UCXM_MEM_ACCESS_ALL   (31ull << 5)
+#define UCXM_MEM_ACCESS_ALL   (31ull << 5) /* and atomics */
 /* The direct key of the region gets local rights only: whatever a peer may do
  * goes through derived handles, so all of it can be revoked. */
 #define UCXM_MEM_DERIVED_ONLY (1ull << 32)
 
 /* ---- how a key is packed (UCT_MD_MKEY_PACK_FLAG_*) --------------------- */
 
-#define UCXM_PACK_INVALIDATE_RMA (1u << 0)
-#define UCXM_PACK_INVALIDATE_AMO (1u << 1)
+#define UCXM_PACK_INVALIDATE_RMA (1u << 0) /* of a base: a revocable key for put and get */
+#define UCXM_PACK_INVALIDATE_AMO (1u << 1) /* of a base: a revocable key for atomics */
 #define UCXM_PACK_EXPORT         (1u << 2) /* known, and refused: UNSUPPORTED          */
 #define UCXM_PACK_RAW            (1u << 16) /* the backend's native payload, no envelope */
 
