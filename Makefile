@@ -137,7 +137,8 @@ docs: build $(VENV)/docs.stamp
 $(DIST)/run: $(TOOLS) FORCE
 	rm -rf $(DIST)
 	mkdir -p $@
-	$(PY) setup.py --quiet sdist --dist-dir $(DIST)
+	@# Metadata in the tree itself would be found before those of the installed package, and get old.
+	$(PY) setup.py --quiet egg_info --egg-base $(DIST) sdist --dist-dir $(DIST)
 	$(PY) -m venv --without-pip $(DIST)/venv
 	$(PIP) --python $(DIST)/venv wheel --no-deps --wheel-dir $(DIST) $(DIST)/*.tar.gz
 	$(PIP) --python $(DIST)/venv install "$$(echo $(DIST)/*.whl)[test]"

@@ -131,20 +131,33 @@ def test_the_key_kinds_are_those_of_the_code():
 
 @pytest.mark.parametrize(
     ("component", "where"),
-    [("ib_mlx5", "softmlx5"), ("ib", "softmlx5"), ("cma", "any Linux")],
+    [
+        ("ib_mlx5", "softmlx5"),
+        ("ib", "softmlx5"),
+        ("cma", "any Linux"),
+        ("cuda_ipc", "any CUDA driver"),
+    ],
 )
-def test_the_guarantees_are_those_of_the_domain(component, where):
+def test_the_guarantees_are_those_of_the_domain(component, where, softcuda):
     from ucx_memh_ib_mlx5._find import software_library
 
-    library = {"library": software_library()} if where == "softmlx5" else {}
+    config = {"library": software_library()} if where == "softmlx5" else {}
+    if component == "cuda_ipc":
+        config = {"driver": softcuda()}
     text = (ROOT / "docs/guarantees.md").read_text()
     *promises, atomics = row_of(text, f"`{component}`", where)
-    with um.open_md(component, **library) as md:
+    with um.open_md(component, **config) as md:
         table = md.attr.enforcement
         for said, row in zip(promises, (table.rights, table.range, table.revoke), strict=True):
             assert {said} == {row.get.name, row.put.name}
             assert atomics == "no" or row.atomic == row.get
         assert (atomics == "yes") == (um.MdFlag.ATOMIC in md.attr.flags)
+
+
+def test_the_guarantees_of_every_component_are_told():
+    text = (ROOT / "docs/guarantees.md").read_text()
+    told = set(re.findall(r"^\| `(\w+)` \|", text, re.M))
+    assert told == {info.name for info in um.components()}
 
 
 # ---- the reference ----
