@@ -3,8 +3,10 @@
 
 import json
 import os
+import shlex
 import shutil
 import sys
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -50,7 +52,8 @@ def keys(rows, *names):
 def test_a_quick_run_has_every_row(python, root, tmp_path):
     """Where valgrind is not: all else is measured, and what is missing is said."""
     (tmp_path / "bin").mkdir()
-    for tool in ("gcc", "cc", "as", "ld", "collect2"):
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))[0]
+    for tool in {compiler, "gcc", "cc", "as", "ld", "collect2"}:
         if found := shutil.which(tool):
             (tmp_path / "bin" / tool).symlink_to(found)
     before = (root / "docs/hotpath.json").read_bytes()

@@ -244,6 +244,7 @@ class PortAttr(C.Structure):
         ("pkey_len", u16),
         ("lid", u16),
         ("rest", u8 * 16),
+        ("active_speed_ex", u32),  # which older headers do not have
     ]
 
 

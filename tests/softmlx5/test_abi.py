@@ -90,7 +90,10 @@ def test_structures_have_the_size_of_the_headers(tmp_path):
     out = subprocess.run(
         [tmp_path / "s"], capture_output=True, text=True, check=True
     ).stdout.split()
-    assert [int(x) for x in out] == [C.sizeof(t) for t in pairs.values()]
+    sizes = dict(zip(pairs, map(int, out), strict=True))
+    if sizes["ibv_port_attr"] == sm5.PortAttr.active_speed_ex.offset:
+        sizes["ibv_port_attr"] = C.sizeof(sm5.PortAttr)
+    assert sizes == {name: C.sizeof(struct) for name, struct in pairs.items()}
 
 
 @pytest.fixture
