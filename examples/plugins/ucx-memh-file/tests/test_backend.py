@@ -159,7 +159,7 @@ input()
     md.rkey_unpack(key).close()
     owner.send_signal(signal.SIGTERM)
     owner.communicate(timeout=60)
-    folder = os.fsdecode(key[key.index(b"/", 80) :])
+    folder = os.fsdecode(key[key.rindex(b"\0") + 1 :])  # what is before it ends in a small number
     subprocess.run(["rm", "-r", folder], check=True)
     with pytest.raises(um.PeerGoneError):
         md.peer_probe(key)
