@@ -713,9 +713,10 @@ def test_rule9_enforcement_is_what_the_device_says(fakes):
         _ = win.enforcement
 
 
-def test_rule9_a_device_that_says_nothing_promises_nothing(fakes):
+def test_rule9_without_an_operation_all_handles_have_what_the_device_declares(fakes):
     md, _ = fakes(without_ops=["mem_enforcement"])
-    assert md.mem_reg(bytearray(64)).derive().enforcement == um.EnforcementTable()
+    declared = md.attr.enforcement
+    assert md.mem_reg(bytearray(64)).derive().enforcement == declared != um.EnforcementTable()
 
 
 def test_rule9_attr(fakes):

@@ -69,7 +69,7 @@ class _Left:
         global _left_key
         if _left_key is None:
             _left_key = comm.Create_keyval()
-        left = comm.Get_attr(_left_key)
+        left: _Left | None = comm.Get_attr(_left_key)
         if left is None:
             left = cls()
             comm.Set_attr(_left_key, left)
