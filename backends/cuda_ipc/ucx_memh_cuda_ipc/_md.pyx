@@ -18,7 +18,7 @@ from libc.stdio cimport snprintf
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset, strcmp
 
-from ucx_memh.core cimport identity_self, md_bind, unsupported_mem_derive
+from ucx_memh.core cimport identity_self, md_attr_init, md_bind, unsupported_mem_derive
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_NONE, UCXM_EP_CONNECTED,
     UCXM_ERR_INVALID_PARAM, UCXM_ERR_IO_ERROR, UCXM_ERR_MALFORMED_KEY,
@@ -27,8 +27,8 @@ from ucx_memh.libmemh cimport (
     UCXM_MD_FLAG_NEED_RKEY, UCXM_MD_FLAG_REG, UCXM_MD_FLAG_RKEY_PTR, UCXM_MEM_ACCESS_ALL,
     UCXM_MEM_ACCESS_REMOTE, UCXM_MEM_TYPE_CUDA, UCXM_OK, UCXM_OP_GET, UCXM_OP_PUT,
     ucxm_enforcement_t, ucxm_ep_ops_t, ucxm_ep_t, ucxm_error_t, ucxm_identity_t, ucxm_key_slot_t,
-    ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_t, ucxm_op_t, ucxm_registration_t, ucxm_rkey_t,
-    ucxm_status_t,
+    ucxm_md_attr_t, ucxm_md_ops_t, ucxm_memh_t, ucxm_op_t, ucxm_refuse,
+    ucxm_registration_t, ucxm_rkey_t, ucxm_status_t,
 )
 
 from ucx_memh.errors import NoDeviceError, error_from_status
@@ -251,13 +251,6 @@ cdef struct md_t:
     ep_t *eps
     uint64_t copies
     uint64_t bytes
-
-
-cdef ucxm_status_t say(ucxm_error_t *error, ucxm_status_t status,
-                       const char *why) noexcept nogil:
-    if error != NULL:
-        snprintf(error.text, sizeof(error.text), "%s", why)
-    return status
 
 
 include "_md.src/driver.pxi"

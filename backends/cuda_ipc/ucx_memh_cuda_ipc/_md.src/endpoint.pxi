@@ -235,7 +235,7 @@ cdef ucxm_status_t cuda_ep_connect(void *priv, ucxm_ep_t *pub, const uint8_t *ad
     cdef peer_t *peer = NULL
     cdef ucxm_status_t status
     if length != sizeof(theirs):
-        return say(error, UCXM_ERR_INVALID_PARAM, "that is no cuda_ipc endpoint's address")
+        return ucxm_refuse(error, UCXM_ERR_INVALID_PARAM, "that is no cuda_ipc endpoint's address")
     memcpy(&theirs, address, sizeof(theirs))
     status = peer_get(md, &theirs.identity, &peer, error)
     if status == UCXM_OK:
@@ -269,12 +269,13 @@ cdef ucxm_status_t wait_for(ep_t *ep, ucxm_op_t *op, ucxm_error_t *error) noexce
     if status != UCXM_OK:
         return status
     if known.memory_type != CU_MEMORYTYPE_DEVICE:
-        return say(error, UCXM_ERR_INVALID_PARAM,
-                   "the driver knows no device memory at the local address")
+        return ucxm_refuse(error, UCXM_ERR_INVALID_PARAM,
+                           "the driver knows no device memory at the local address")
     if not known.managed and known.ordinal != <uint64_t>device.ordinal:
         # Small numbers name streams of whatever context is current.
-        return say(error, UCXM_ERR_INVALID_PARAM,
-                   "the local memory, and its stream, are another device's than this domain's")
+        return ucxm_refuse(
+            error, UCXM_ERR_INVALID_PARAM,
+            "the local memory, and its stream, are another device's than this domain's")
     status = event_take(ep, &flight.before, error)
     if status != UCXM_OK:
         return status
@@ -319,7 +320,8 @@ cdef ucxm_status_t ep_start(ep_t *ep, ucxm_op_t *op, bint *done,
     cdef flight_t *flight = flight_of(op)
     cdef ucxm_status_t status
     if ep.flying == md.queue_depth:
-        return say(error, UCXM_ERR_NO_RESOURCE, "as much is under way as queue_depth allows")
+        return ucxm_refuse(error, UCXM_ERR_NO_RESOURCE,
+                           "as much is under way as queue_depth allows")
     status = device_enter(md.device, error)
     if status != UCXM_OK:
         return status
@@ -347,7 +349,7 @@ cdef ucxm_status_t cuda_ep_post(void *priv, ucxm_ep_t *pub, ucxm_op_t *op,
     cdef bint done = False
     cdef ucxm_status_t status
     if op.kind != UCXM_OP_GET and op.kind != UCXM_OP_PUT:
-        return say(error, UCXM_ERR_UNSUPPORTED, "cuda_ipc has no atomics")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED, "cuda_ipc has no atomics")
     op.bytes_done = 0
     memset(flight, 0, sizeof(flight[0]))
     status = key_use(md, op.rkey, &flight.mapping, error)

@@ -64,8 +64,8 @@ cdef ucxm_status_t check_memory(device_t *device, const ucxm_registration_t *reg
                                 const known_t *known, ucxm_error_t *error) noexcept nogil:
     """Is it this device's, and one allocation's?"""
     if known.memory_type != CU_MEMORYTYPE_DEVICE:
-        return say(error, UCXM_ERR_INVALID_PARAM,
-                   "the driver knows no device memory at this address")
+        return ucxm_refuse(error, UCXM_ERR_INVALID_PARAM,
+                           "the driver knows no device memory at this address")
     if known.ordinal != <uint64_t>device.ordinal and not known.managed:
         if error != NULL:
             snprintf(error.text, sizeof(error.text),
@@ -74,8 +74,8 @@ cdef ucxm_status_t check_memory(device_t *device, const ucxm_registration_t *reg
         return UCXM_ERR_INVALID_PARAM
     if reg.address < known.base or reg.length > known.size or (
             reg.address - known.base > known.size - reg.length):
-        return say(error, UCXM_ERR_INVALID_PARAM,
-                   "the range goes beyond one allocation: register each by itself")
+        return ucxm_refuse(error, UCXM_ERR_INVALID_PARAM,
+                           "the range goes beyond one allocation: register each by itself")
     return UCXM_OK
 
 
@@ -91,7 +91,7 @@ cdef ucxm_status_t check_kind(const known_t *known, ucxm_error_t *error) noexcep
     elif not known.legacy and (
             not known.handle_types & (CU_HANDLE_POSIX_FD | CU_HANDLE_FABRIC)):
         why = b"cuMemCreate without a POSIX descriptor or fabric handle type: cannot be shared"
-    return UCXM_OK if why == NULL else say(error, UCXM_ERR_UNSUPPORTED, why)
+    return UCXM_OK if why == NULL else ucxm_refuse(error, UCXM_ERR_UNSUPPORTED, why)
 
 
 cdef ucxm_status_t export_vmm(device_t *device, const known_t *known, cu_wire_t *wire,
@@ -135,7 +135,7 @@ cdef ucxm_status_t export_fill(device_t *device, const known_t *known, export_t 
     wire.nonce = cu_nonce()
     memcpy(wire.uuid, device.uuid, sizeof(wire.uuid))
     if wire.nonce == 0:
-        return say(error, UCXM_ERR_NO_RESOURCE, "getrandom failed")
+        return ucxm_refuse(error, UCXM_ERR_NO_RESOURCE, "getrandom failed")
     if known.legacy:
         result = device.cu.ipc_get(&handle, known.base)
         if result != CU_SUCCESS:
@@ -234,12 +234,14 @@ cdef ucxm_status_t cuda_mem_reg(void *priv, ucxm_registration_t *reg,
     cdef known_t known
     cdef ucxm_status_t status
     if reg.mem_type != UCXM_MEM_TYPE_CUDA or reg.dmabuf_fd >= 0:
-        return say(error, UCXM_ERR_UNSUPPORTED, "cuda_ipc takes CUDA memory only, by its address")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED,
+                           "cuda_ipc takes CUDA memory only, by its address")
     if reg.adopt != NULL:
-        return say(error, UCXM_ERR_UNSUPPORTED, "cuda_ipc has no native registration to stand on")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED,
+                           "cuda_ipc has no native registration to stand on")
     if reg.flags & ~UCXM_MEM_ACCESS_ALL:
-        return say(error, UCXM_ERR_UNSUPPORTED,
-                   "cuda_ipc cannot derive, nor register in any special way")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED,
+                           "cuda_ipc cannot derive, nor register in any special way")
     status = device_enter(device, error)
     if status != UCXM_OK:
         return status

@@ -8,7 +8,8 @@ cdef ucxm_status_t key_check(const cu_wire_t *wire, const ucxm_rkey_t *rkey,
     cdef uint64_t length = rkey.info.length
     if address < wire.base or length > wire.size or (
             address - wire.base > wire.size - length):
-        return say(error, UCXM_ERR_MALFORMED_KEY, "the key's range is outside of its allocation")
+        return ucxm_refuse(error, UCXM_ERR_MALFORMED_KEY,
+                           "the key's range is outside of its allocation")
     return UCXM_OK
 
 
@@ -36,10 +37,11 @@ cdef ucxm_status_t cuda_rkey_unpack(void *priv, ucxm_rkey_t *rkey, const uint8_t
     cdef const char *why
     cdef ucxm_status_t status
     if raw:
-        return say(error, UCXM_ERR_UNSUPPORTED, "a cuda_ipc key is of no use without its envelope")
+        return ucxm_refuse(error, UCXM_ERR_UNSUPPORTED,
+                           "a cuda_ipc key is of no use without its envelope")
     why = wire_parse(payload, length, &wire)
     if why != NULL:
-        return say(error, UCXM_ERR_MALFORMED_KEY, why)
+        return ucxm_refuse(error, UCXM_ERR_MALFORMED_KEY, why)
     status = key_check(&wire, rkey, error)
     if status == UCXM_OK:
         status = peer_get(md, &rkey.info.owner, &peer, error)

@@ -51,7 +51,8 @@ cdef ucxm_status_t legacy_open(device_t *device, mapping_t *m, ucxm_error_t *err
     cu.ipc_close(m.address)
     if result != CU_SUCCESS:
         return open_failed(device, error, result, "cuMemGetAddressRange")
-    return say(error, UCXM_ERR_MALFORMED_KEY, "the key's allocation is longer than what is there")
+    return ucxm_refuse(error, UCXM_ERR_MALFORMED_KEY,
+                       "the key's allocation is longer than what is there")
 
 
 cdef ucxm_status_t vmm_map(device_t *device, mapping_t *m, cu_allocation_t allocation,
@@ -254,8 +255,9 @@ cdef ucxm_status_t mappings_clear(device_t *device, const ucxm_identity_t *owner
             mapping_reap(device, m)
         m = next
     if busy:
-        return say(error, UCXM_ERR_NO_RESOURCE,
-                   "transfers on what was there before are under way: progress and try again")
+        return ucxm_refuse(
+            error, UCXM_ERR_NO_RESOURCE,
+            "transfers on what was there before are under way: progress and try again")
     return UCXM_OK
 
 

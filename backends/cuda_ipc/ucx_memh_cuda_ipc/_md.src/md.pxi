@@ -112,18 +112,14 @@ EP_OPS.ep_post = cuda_ep_post
 
 cdef object bind(md_t *md):
     cdef ucxm_md_attr_t attr
-    memset(&attr, 0, sizeof(attr))
-    attr.struct_size = sizeof(attr)
-    attr.flags = (UCXM_MD_FLAG_REG | UCXM_MD_FLAG_NEED_RKEY | UCXM_MD_FLAG_RKEY_PTR |
-                  UCXM_MD_FLAG_ENDPOINT)
+    md_attr_init(&attr, "cuda_ipc", str(md.device.ordinal),
+                 UCXM_MD_FLAG_REG | UCXM_MD_FLAG_NEED_RKEY | UCXM_MD_FLAG_RKEY_PTR |
+                 UCXM_MD_FLAG_ENDPOINT)
     attr.mem_types = 1 << UCXM_MEM_TYPE_CUDA
-    attr.reg_alignment = 1
     attr.rkey_packed_size = WIRE_SIZE
     attr.bounce_size = SIZE_MAX  # a transfer of any size needs no local key
     attr.software = md.device.cu.software != NULL
     cuda_mem_enforcement(md, NULL, &attr.enforcement)
-    memcpy(attr.component, b"cuda_ipc", 9)
-    snprintf(attr.md_name, sizeof(attr.md_name), "%d", md.device.ordinal)
     return md_bind(&OPS, &EP_OPS, &attr, md, None)
 
 
