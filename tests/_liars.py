@@ -68,6 +68,15 @@ def caught_by(*tests):
     return register
 
 
+class Changes(PythonDevice):
+    """A device whose keys are not what was asked for: what changed() makes of that."""
+
+    def key_create(self, memh, key):
+        value = super().key_create(memh, key)
+        self.keys[value] = self.changed(memh, *self.keys[value])
+        return value
+
+
 @caught_by()
 class TestHonest(Liar):
     gauges = ("device.python_keys",)
@@ -92,40 +101,30 @@ class TestOneRevocationTakesTheNextKeyAlong(Liar):
 
 @caught_by("test_ranges_are_kept_as_claimed")
 class TestDeriveIgnoresTheRange(Liar):
-    class device(PythonDevice):
-        def key_create(self, memh, key):
-            value = super().key_create(memh, key)
-            self.keys[value] = (memh.reg.address, memh.reg.length, *self.keys[value][2:])
-            return value
+    class device(Changes):
+        def changed(self, memh, address, length, rights, end):
+            return memh.reg.address, memh.reg.length, rights, end
 
 
 @caught_by("test_ranges_are_kept_as_claimed")
 class TestTheLastByteIsNotLookedAt(Liar):
-    class device(PythonDevice):
-        def key_create(self, memh, key):
-            value = super().key_create(memh, key)
-            address, length, rights, end = self.keys[value]
-            self.keys[value] = (address, length + 1, rights, end)
-            return value
+    class device(Changes):
+        def changed(self, memh, address, length, rights, end):
+            return address, length + 1, rights, end
 
 
 @caught_by("test_rights_are_kept_as_claimed")
 class TestAnyKeyGivesAllRights(Liar):
-    class device(PythonDevice):
-        def key_create(self, memh, key):
-            value = super().key_create(memh, key)
-            address, length, _, end = self.keys[value]
-            self.keys[value] = (address, length, MemFlag.ACCESS_REMOTE, end)
-            return value
+    class device(Changes):
+        def changed(self, memh, address, length, rights, end):
+            return address, length, MemFlag.ACCESS_REMOTE, end
 
 
 @caught_by("test_a_bound_key_serves_its_endpoint_only")
 class TestABoundKeyServesEverybody(Liar):
-    class device(PythonDevice):
-        def key_create(self, memh, key):
-            value = super().key_create(memh, key)
-            self.keys[value] = (*self.keys[value][:3], None)
-            return value
+    class device(Changes):
+        def changed(self, memh, address, length, rights, end):
+            return address, length, rights, None
 
 
 @caught_by("test_packs_only_what_is_declared")
