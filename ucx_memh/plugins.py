@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from ucx_memh import hookspecs
-from ucx_memh.config import Option, settings, strangers
+from ucx_memh.config import Option, Setting, settings, strangers
 from ucx_memh.elf import trouble
 from ucx_memh.errors import BusyError, DeviceError, InvalidParamError, NoDeviceError
 from ucx_memh.resources import (
@@ -166,8 +166,8 @@ class Plugins:
             raise InvalidParamError(
                 f"want a name or an MdResource, not {type(spec).__name__}", op="open_md"
             )
-        values = {s.option.name: s.value for s in settings(record.name, record.options, config)}
-        opened = _hooks(record).ucx_memh_open_md(resource=resource, config=values)
+        found = settings(record.name, record.options, config)
+        opened = _hooks(record).ucx_memh_open_md(resource=resource, config=_values(found))
         from ucx_memh.core import Md
 
         if not isinstance(opened, Md):
@@ -207,7 +207,7 @@ class Plugins:
         found = settings(record.name, record.options, config)
         try:
             answers = _hooks(record).ucx_memh_query_mds(
-                component=record.name, config={s.option.name: s.value for s in found}
+                component=record.name, config=_values(found)
             )
             devices = [_checked_md(record, md) for answer in answers for md in answer]
             if not devices:
@@ -493,6 +493,11 @@ def _new_manager() -> pluggy.PluginManager:
 def _hooks(record: _Record) -> Any:
     assert record.manager is not None
     return record.manager.hook
+
+
+def _values(found: Iterable[Setting]) -> dict[str, Any]:
+    """What the hooks get of settings."""
+    return {setting.option.name: setting.value for setting in found}
 
 
 def _usable_first(record: _Record) -> bool:
