@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A histogram: each rank counts its own numbers, and adds to bins that are spread over all.
 
-python examples/pgas/histogram.py [--ranks N] [--bins N] [--numbers N]
+    python examples/pgas/histogram.py [--ranks N] [--bins N] [--numbers N]
 """
 
 import argparse

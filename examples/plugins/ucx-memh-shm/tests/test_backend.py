@@ -167,6 +167,7 @@ input()
         with pytest.raises(um.PeerGoneError):
             md.peer_probe(key)
 
+
 def test_a_full_table_is_said_and_lasts_no_longer_than_that(md):
     base = md.mem_reg(memory(md)[:64])
     windows = base.derive_many(list(itertools.repeat(0, 16383)), 64)
