@@ -37,10 +37,11 @@ def dumped(text: str) -> tuple[list[Any], int] | None:
 
 
 def difference(dumps: list[tuple[list[Any], int]]) -> list[Row]:
-    """For each way instructions for each call more."""
+    """For each way instructions for each call more, from the least count of each number of calls."""
     found: dict[tuple[str, str, str | None], dict[int, int]] = {}
     for (table, what, component, calls), total in dumps:
-        found.setdefault((table, what, component), {})[calls] = total
+        totals = found.setdefault((table, what, component), {})
+        totals[calls] = min(total, totals.get(calls, total))
     rows = []
     for (table, what, component), totals in found.items():
         (few, least), (many, most) = sorted(totals.items())
