@@ -39,3 +39,29 @@ class Table:
 
 def pointers(*memhs):
     return (c.c_void_p * len(memhs))(*(memh and memh_pointer(memh) for memh in memhs))
+
+
+class Params(c.Structure):
+    _fields_ = [
+        ("struct_size", c.c_size_t),
+        *((name, c.c_uint64) for name in ("address", "length", "flags")),
+        *((name, c.c_uint32) for name in ("mem_type", "has_dmabuf")),
+        ("dmabuf_offset", c.c_uint64),
+        ("dmabuf_fd", c.c_int32),
+        ("reserved", c.c_uint32),
+        ("adopt", c.c_void_p),
+    ]
+
+
+def pointer_to(md):
+    """The first function of the objects' table."""
+    place = c.c_void_p.from_address(capsule("_C_PYTHON") + 8).value
+    return c.c_void_p(c.PYFUNCTYPE(c.c_void_p, c.py_object)(place)(md))
+
+
+def params(kind=Params, **fields):
+    memory = c.create_string_buffer(4096)
+    at = {"address": c.addressof(memory), "length": 4096, "flags": int(um.MemFlag.ACCESS_ALL)}
+    made = kind(struct_size=c.sizeof(kind), **{**at, **fields})
+    made.memory = memory
+    return made

@@ -8,24 +8,12 @@ import itertools
 import pytest
 
 import ucx_memh as um
-from _capi import Table, capsule, pointers
+from _capi import Params, Table, params, pointer_to, pointers
 from _fakes import Envelope, native
 from ucx_memh.testing import memh_pointer
 
 S = um.Status
 ALL = um.MemFlag.ACCESS_ALL
-
-
-class Params(c.Structure):
-    _fields_ = [
-        ("struct_size", c.c_size_t),
-        *((name, c.c_uint64) for name in ("address", "length", "flags")),
-        *((name, c.c_uint32) for name in ("mem_type", "has_dmabuf")),
-        ("dmabuf_offset", c.c_uint64),
-        ("dmabuf_fd", c.c_int32),
-        ("reserved", c.c_uint32),
-        ("adopt", c.c_void_p),
-    ]
 
 
 class LongParams(Params):
@@ -37,20 +25,6 @@ class LongParams(Params):
 @pytest.fixture(scope="module")
 def table():
     return Table()
-
-
-def pointer_to(md):
-    """The first function of the objects' table."""
-    place = c.c_void_p.from_address(capsule("_C_PYTHON") + 8).value
-    return c.c_void_p(c.PYFUNCTYPE(c.c_void_p, c.py_object)(place)(md))
-
-
-def params(kind=Params, **fields):
-    memory = c.create_string_buffer(4096)
-    at = {"address": c.addressof(memory), "length": 4096, "flags": int(ALL)}
-    made = kind(struct_size=c.sizeof(kind), **{**at, **fields})
-    made.memory = memory
-    return made
 
 
 def test_the_table_says_what_it_is(table):

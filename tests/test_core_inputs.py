@@ -132,7 +132,7 @@ def test_rule15_a_number_must_be_an_integer_of_64_bits(setting, call, value):
     "name", [name for name in NUMBERS if name not in ("dmabuf_fd", "derive length", "ptr")]
 )
 def test_rule15_none_is_a_number_only_where_it_is_the_default(setting, name):
-    if name in ("reg flags", "derive flags"):
+    if name in ("reg flags", "derive flags", "mem_type"):
         NUMBERS[name](setting, None).dereg()
     else:
         setting.refuses(um.InvalidParamError, lambda: NUMBERS[name](setting, None))

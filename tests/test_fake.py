@@ -210,7 +210,7 @@ def test_a_newer_table_is_taken_as_far_as_it_is_known(fakes):
 
 
 def test_an_older_table_lacks_its_last_operations(fakes):
-    md, fake = fakes(ops_size=-16)
+    md, fake = fakes(ops_size=-24)
     md.peer_evict(bytes(32))
     assert fake.count("peer_evict") == 0
 

@@ -14,7 +14,7 @@ TABLES = [  # enum, the header names' prefix, header names that stand for other 
     (um.MdFlag, r"UCXM_MD_FLAG_(\w+)"),
     (um.MemFlag, r"UCXM_MEM_(ACCESS_\w+|SYMMETRIC_RKEY|GVA|DERIVED_ONLY)"),
     (um.PackFlag, r"UCXM_PACK_(\w+)"),
-    (um.MemType, r"UCXM_MEM_TYPE_(\w+)"),
+    (um.MemType, r"UCXM_MEM_TYPE_(?!UNKNOWN)(\w+)"),  # which is None
     (um.MemhState, r"UCXM_MEMH_(\w+)"),
     (um.EpState, r"UCXM_EP_(?!ADDRESS_MAX)(\w+)"),
     (um.Enforcement, r"UCXM_ENFORCE_(\w+)"),

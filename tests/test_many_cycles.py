@@ -14,6 +14,7 @@ from ucx_memh.testing import PoisonAllocator, open_fake
 CYCLES = 60
 COUNT = 10_000
 SIZE = 64
+HOST = um.MemType.HOST  # said: nobody looks
 
 
 class Ledger:
@@ -112,7 +113,9 @@ def test_bases(frozen_heap, what, end):
             if what == "buffers":
                 array = md.mem_reg_many(buffers, owner=owner)
             else:
-                array = md.mem_reg_many(addresses=addresses, lengths=SIZE, owner=owner)
+                array = md.mem_reg_many(
+                    addresses=addresses, lengths=SIZE, owner=owner, mem_type=HOST
+                )
             if end == "dereg":
                 array.dereg()
                 assert sys.getrefcount(owner) < COUNT
@@ -129,7 +132,7 @@ def test_packed_ones(frozen_heap):
     with PoisonAllocator() as memory, um.open_md("cma") as md:
 
         def once():
-            with md.mem_reg_many(addresses=addresses, lengths=SIZE) as array:
+            with md.mem_reg_many(addresses=addresses, lengths=SIZE, mem_type=HOST) as array:
                 keys = array.mkey_pack(buffer)
                 assert len(keys) == COUNT and keys.lengths[COUNT - 1] == 80
 
@@ -143,11 +146,11 @@ def test_failed_ones(frozen_heap):
     lengths = np.full(COUNT, SIZE, np.uint64)
     lengths[-1] = 2**64 - 1
     with PoisonAllocator() as memory, um.open_md("cma") as md:
-        whole = md.mem_reg(address=4096, length=COUNT * SIZE)
+        whole = md.mem_reg(address=4096, length=COUNT * SIZE, mem_type=HOST)
 
         def once():
             with pytest.raises(um.InvalidParamError):
-                md.mem_reg_many(addresses=addresses, lengths=lengths, owner=lengths)
+                md.mem_reg_many(addresses=addresses, lengths=lengths, owner=lengths, mem_type=HOST)
             with pytest.raises(um.UnsupportedError):
                 whole.derive_many(addresses, lengths)
 

@@ -801,7 +801,7 @@ def test_rule10_a_newer_table_is_read_as_far_as_it_is_known(fakes, extra):
 
 
 def test_rule10_an_older_table_lacks_its_last_operations(fakes):
-    md, device = fakes(ops_size=-16)
+    md, device = fakes(ops_size=-24)
     assert md.peer_evict(bytes(32)) is None
     assert device.count("peer_evict") == 0
     fakes()[0].peer_evict(bytes(32))

@@ -49,7 +49,7 @@ class Md:
         address: int | None = None,
         length: int | None = None,
         owner: object = None,
-        mem_type: MemType | int = 0,
+        mem_type: MemType | int | None = None,
         dmabuf_fd: int | None = None,
         dmabuf_offset: int = 0,
     ) -> Memh: ...
@@ -64,6 +64,7 @@ class Md:
         addresses: _Numbers | None = None,
         lengths: _Numbers | None = None,
         owner: object = None,
+        mem_type: MemType | int | None = None,
         partial: bool = False,
     ) -> MemhArray: ...
     def mkey_pack_many(

@@ -64,6 +64,8 @@ cdef extern from "ucx_memh/memh.h" nogil:
     const uint32_t UCXM_PACK_EXPORT
     const uint32_t UCXM_PACK_RAW
 
+    const uint32_t UCXM_MEM_TYPE_UNKNOWN
+
     enum:
         UCXM_MEM_TYPE_HOST
         UCXM_MEM_TYPE_CUDA
@@ -474,6 +476,8 @@ cdef extern from "ucx_memh/backend.h" nogil:
         ucxm_status_t (*peer_evict)(void *md, const ucxm_identity_t *peer,
                                     ucxm_error_t *error) noexcept nogil
         void (*key_flush)(void *md) noexcept nogil
+        ucxm_status_t (*mem_query)(void *md, uint64_t address, uint64_t length, uint32_t *mem_type,
+                                   ucxm_error_t *error) noexcept nogil
 
     ctypedef struct ucxm_op_t:
         ucxm_op_kind_t kind

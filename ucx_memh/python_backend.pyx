@@ -25,6 +25,8 @@ mem_enforcement(memh)              EnforcementTable; missing: bind()'s for every
 stats()                            {name: int}
 explain(memh)                      str; `memh` is None: about the domain
 peer_evict(identity)               None
+mem_query(address, length)         MemType, of memory about which the caller did not say; missing:
+                                   it is HOST, and mem_reg refuses what it cannot reach
 close()                            None
 ep_create(ep), ep_destroy(ep)      None
 ep_address(ep)                     bytes, other ones after each ep_reset
@@ -827,6 +829,24 @@ cdef ucxm_status_t py_peer_evict(void *priv, const ucxm_identity_t *peer,
     return in_peer_evict(priv, peer, error) if alive() else UCXM_ERR_CLOSED
 
 
+cdef ucxm_status_t in_mem_query(void *priv, uint64_t address, uint64_t length,
+                                uint32_t *mem_type, ucxm_error_t *error) noexcept with gil:
+    cdef _Served self = <_Served>priv
+    try:
+        answer = self.backend.mem_query(address, length)
+        if not isinstance(answer, MemType):
+            raise TypeError(f"mem_query must return a MemType, not {answer!r}")
+        mem_type[0] = answer
+        return UCXM_OK
+    except BaseException as failure:
+        return told(self, "mem_query", failure, error)
+
+
+cdef ucxm_status_t py_mem_query(void *priv, uint64_t address, uint64_t length,
+                                uint32_t *mem_type, ucxm_error_t *error) noexcept nogil:
+    return in_mem_query(priv, address, length, mem_type, error) if alive() else UCXM_ERR_CLOSED
+
+
 cdef void in_close(void *priv) noexcept with gil:
     cdef _Served self = <_Served>priv
     try:
@@ -1081,6 +1101,8 @@ cdef void tables_fill(object backend, ucxm_md_ops_t *ops, ucxm_ep_ops_t *ep_ops)
         ops.explain = py_explain
     if has(backend, "peer_evict"):
         ops.peer_evict = py_peer_evict
+    if has(backend, "mem_query"):
+        ops.mem_query = py_mem_query
     if has(backend, "ep_create"):
         ep_ops.ep_create = py_ep_create
     if has(backend, "ep_destroy"):

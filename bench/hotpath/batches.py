@@ -13,6 +13,7 @@ from bench.hotpath.devices import open_device
 from bench.hotpath.rounds import Row, summary
 from ucx_memh import MemhArray
 
+HOST = um.MemType.HOST  # said: so nobody looks at the memory first
 ITEMS = (100, 1000, 10_000)
 LENGTH = 64  # bytes of an item; softmlx5 looks at the page of each registration
 CHAINS = [
@@ -41,7 +42,7 @@ class Batch:
     def register(self) -> list[um.Memh]:
         md, memory = self.md, self.memory
         return [
-            md.mem_reg(address=int(address), length=int(length), owner=memory)
+            md.mem_reg(address=int(address), length=int(length), owner=memory, mem_type=HOST)
             for address, length in zip(self.addresses, self.lengths, strict=True)
         ]
 
@@ -67,7 +68,7 @@ class Batch:
 
     def register_many(self) -> MemhArray:
         return self.md.mem_reg_many(
-            addresses=self.addresses, lengths=self.lengths, owner=self.memory
+            addresses=self.addresses, lengths=self.lengths, owner=self.memory, mem_type=HOST
         )
 
     def derive_many(self) -> MemhArray:

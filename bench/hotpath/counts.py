@@ -37,7 +37,7 @@ def dumped(text: str) -> tuple[list[Any], int] | None:
 
 
 def difference(dumps: list[tuple[list[Any], int]]) -> list[Row]:
-    """For each way instructions for each call more, from the least count of each number of calls."""
+    """For each way instructions for each call more; of counts of as many calls, from the least."""
     found: dict[tuple[str, str, str | None], dict[int, int]] = {}
     for (table, what, component, calls), total in dumps:
         totals = found.setdefault((table, what, component), {})

@@ -53,7 +53,7 @@ def test_registering_asks_the_kernel_nothing(md, calls):
         memh = md.mem_reg(data)
         memh.mkey_pack()
         memh.dereg()
-    md.mem_reg(address=8, length=8, owner=data).dereg()  # nothing says that it is mapped
+    md.mem_reg(address=8, length=8, mem_type=um.MemType.HOST).dereg()  # as one says
     assert calls() == 0
     assert md.stats()["device.peer_checks"] == 0
 

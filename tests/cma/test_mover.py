@@ -219,7 +219,7 @@ def test_a_storm_of_signals(md, ep):
 def test_a_long_hole_costs_no_extra_bytes(md, ep, pages):
     there = pages(4)
     there.view[: 4 * PAGE] = pattern(4 * PAGE)
-    memh = md.mem_reg(address=there.address, length=there.length, owner=there)
+    memh = md.mem_reg(there.view)
     rkey = md.rkey_unpack(memh.mkey_pack())
     there.unmap(2, 2)
     operation = ep.get_nb(rkey, rkey.address, bytearray(4 * PAGE))

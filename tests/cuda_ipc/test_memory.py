@@ -76,6 +76,23 @@ def test_host_memory_is_refused_before_any_driver_call(soft, md):
     assert soft.calls() == before
 
 
+def test_row79_device_memory_is_refused_by_cma(gpu):
+    """As an object by its kind, as an address because no process_vm call reads it; believed only
+    where somebody says that it is host memory."""
+    memory = gpu.memory()
+    with um.open_md("cma") as cma:
+        for thing in (memory.array(), memory.tensor()):
+            with pytest.raises(um.UnsupportedError, match="device memory"):
+                cma.mem_reg(thing)
+        assert cma.stats()["device.process_vm_calls"] == 0
+        with pytest.raises(um.DeviceError, match="a device's") as raised:
+            cma.mem_reg(address=memory.address, length=memory.size)
+        assert raised.value.status is um.Status.INVALID_ADDR
+        assert cma.stats()["device.process_vm_calls"] == 1
+        with cma.mem_reg(address=memory.address, length=64, mem_type=MemType.HOST) as base:
+            assert base.length == 64
+
+
 def test_an_address_that_is_no_device_memory(gpu, md):
     host = gpu.memory(kind="host")
     for address in (4096, host.address, 2**63):

@@ -18,6 +18,11 @@ cdef uint64_t as_u64(object value, str name, str op) except? 0xdeadbeefdeadbeef:
     return as_u64(int.__add__(PyNumber_Index(value), 0), name, op)
 
 
+cdef uint64_t as_mem_type(object value, str op) except? 0xdeadbeefdeadbeef:
+    """What is beyond all types stays so; None stands for the one that is unknown."""
+    return min(as_u64(value, "mem_type", op), <uint64_t>UCXM_MEM_TYPE_UNKNOWN - 1)
+
+
 cdef uint64_t as_access(object flags, str op) except? 0xdeadbeefdeadbeef:
     """Flags of mem_reg or derive: known and supported ones, or an error."""
     cdef uint64_t value = as_u64(flags, "flags", op)

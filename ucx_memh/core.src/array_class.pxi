@@ -302,7 +302,8 @@ cdef ucxm_status_t many_prepare(md_t *md, uint64_t address, uint64_t length, uin
 
 
 cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numbers lengths,
-                        object owner, uint64_t asked, bint default, bint partial):
+                        uint32_t mem_type, object owner, uint64_t asked, bint default,
+                        bint partial):
     """One base for each buffer, or for each address and length."""
     cdef size_t count = max(addresses.count, lengths.count) if buffers is None else len(buffers)
     cdef MemhArray array = array_new(self, None, None, count, "mem_reg_many")
@@ -340,6 +341,7 @@ cdef MemhArray reg_many(Md self, md_t *md, list buffers, Numbers addresses, Numb
                                              <uint64_t>reg.buffer.len, asked, default,
                                              not reg.buffer.readonly, reg, say)
             else:
+                reg.pub.mem_type = mem_type
                 array.each[i] = many_prepare(md, addresses.at(i), lengths.at(i), asked, default,
                                              True, reg, say)
             if array.each[i] != UCXM_OK:

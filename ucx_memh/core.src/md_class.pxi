@@ -94,7 +94,7 @@ cdef Memh base_wrap(Md self, reg_t *reg, str op):
     cdef uint64_t address = reg.pub.address
     cdef uint64_t length = reg.pub.length
     error_clear(&error)
-    if md.attr.fast_reg:
+    if md.attr.fast_reg and reg.pub.mem_type != UCXM_MEM_TYPE_UNKNOWN:  # to look is a system call
         status = mem_reg(md, reg, &memh, &error)
     else:
         with nogil:
@@ -152,8 +152,11 @@ cdef Md md_bind(const ucxm_md_ops_t *ops, const ucxm_ep_ops_t *ep_ops,
     md.attr.md_name[sizeof(md.attr.md_name) - 1] = 0
     if md.attr.reg_alignment == 0:
         md.attr.reg_alignment = 1
+    # Behind the end of its table.
     if ops.abi < 2:
-        md.ops.key_flush = NULL  # behind the end of its table
+        md.ops.key_flush = NULL
+    if ops.abi < 4:
+        md.ops.mem_query = NULL
     ops_fill(&md.ops)
     try:
         bind_check(component, &md.ops, &md.ep_ops if ep_ops != NULL else NULL, &md.attr)
@@ -238,14 +241,17 @@ cdef class Md:
         return self.md == NULL or load32(&(<md_t *>self.md).state) == MD_CLOSED
 
     def mem_reg(self, buffer=None, flags=None, *, address=None, length=None, owner=None,
-                mem_type=0, dmabuf_fd=None, dmabuf_offset=0):
+                mem_type=None, dmabuf_fd=None, dmabuf_offset=0):
         """Register memory and return its base handle (uct_md_mem_reg_v2).
 
         `buffer` is any C-contiguous buffer; it stays exported until dereg, so a bytearray cannot
         be resized under the registration.  Or it is an array of a device's, by
         `__cuda_array_interface__` or DLPack, which is held until then; work on it that is under
         way is not waited for, as registering reads nothing.  Instead of it, `address` and
-        `length` in bytes name memory of `mem_type`, which `owner` (any object, held) keeps alive.
+        `length` in bytes name memory, which `owner` (any object, held) keeps alive.  Its
+        `mem_type` is believed.  Without it a domain that would not notice otherwise (cma) looks
+        at one byte at both ends, which is a system call: what cannot be read there, as a GPU's
+        memory or a PROT_NONE map, is refused.
         With `dmabuf_fd` and `dmabuf_offset` the domain gets the memory by that descriptor.
 
         `flags` are the rights: None means ACCESS_ALL if the memory is writable, else LOCAL_READ |
@@ -253,8 +259,8 @@ cdef class Md:
         own key gets no remote right and `flags` is what derive may give.  Length 0 is legal.
 
         Raises AccessError (more than the buffer allows), InvalidParamError, UnsupportedError,
-        NoMemoryError (also RLIMIT_MEMLOCK), DeviceError.  Releases the GIL where the domain pins
-        memory.
+        NoMemoryError (also RLIMIT_MEMLOCK), DeviceError (INVALID_ADDR: nothing that could be read
+        is there).  Releases the GIL where the domain pins or looks at memory.
         """
         cdef md_t *md = md_use(self, "mem_reg")
         cdef reg_t *reg
@@ -283,15 +289,16 @@ cdef class Md:
             else:
                 reg.pub.address = as_u64(address, "address", "mem_reg")
                 reg.pub.length = as_u64(length, "length", "mem_reg")
+                reg.pub.mem_type = UCXM_MEM_TYPE_UNKNOWN
             reg_lend_owner(reg, owner)
             reg_rights(reg, asked, flags is None, writable)
-            if mem_type is not ZERO:
-                number = as_u64(mem_type, "mem_type", "mem_reg")
-                if reg.pub.mem_type != UCXM_MEM_TYPE_HOST and number != reg.pub.mem_type:
+            if mem_type is not None:
+                number = as_mem_type(mem_type, "mem_reg")
+                if buffer is not None and reg.pub.mem_type not in (UCXM_MEM_TYPE_HOST, number):
                     raise _errors.InvalidParamError(
                         f"mem_type is {number}, and the memory's own {reg.pub.mem_type}",
                         op="mem_reg", component=md_component(md))
-                reg.pub.mem_type = <uint32_t>number if number <= 0xffffffff else <uint32_t>-1
+                reg.pub.mem_type = <uint32_t>number
             if dmabuf_offset is not ZERO:
                 reg.pub.dmabuf_offset = as_u64(dmabuf_offset, "dmabuf_offset", "mem_reg")
             if dmabuf_fd is not None:
@@ -348,22 +355,28 @@ cdef class Md:
         return base_wrap(self, reg, "mem_adopt")
 
     def mem_reg_many(self, buffers=None, flags=None, *, addresses=None, lengths=None, owner=None,
-                     partial=False):
+                     mem_type=None, partial=False):
         """Register many regions; returns a MemhArray of their bases.
 
         `buffers` is any iterable of what mem_reg takes as one; or `addresses` and `lengths` in
         bytes are arrays of 64-bit integers (NumPy's, or of any buffer), sequences, or one number
-        for all, of memory that `owner` keeps alive.  `flags` as for mem_reg, for all of them.  All
-        are registered or none: the error of the first that cannot be is raised, with
-        `context["item"]` and `.statuses` of all.  With `partial` those that can be are, and
-        `MemhArray.status` tells.  Registers without the GIL.
+        for all, of memory of `mem_type` that `owner` keeps alive.  `flags` and `mem_type` as for
+        mem_reg, for all of them.  All are registered or none: the error of the first that cannot
+        be is raised, with `context["item"]` and `.statuses` of all.  With `partial` those that can
+        be are, and `MemhArray.status` tells.  Registers without the GIL.
         """
         cdef md_t *md = md_use(self, "mem_reg_many")
         cdef Numbers starts = None
         cdef Numbers sizes = None
         cdef uint64_t asked = 0
+        cdef uint32_t kind = UCXM_MEM_TYPE_UNKNOWN
         if flags is not None:
             asked = as_access(flags, "mem_reg_many")
+        if mem_type is not None:
+            if addresses is None:
+                raise _errors.InvalidParamError("mem_type goes with addresses", op="mem_reg_many",
+                                                component=md_component(md))
+            kind = <uint32_t>as_mem_type(mem_type, "mem_reg_many")
         if (buffers is None) == (addresses is None) or (addresses is None) != (lengths is None):
             raise _errors.InvalidParamError("give buffers, or addresses and lengths",
                                             op="mem_reg_many", component=md_component(md))
@@ -374,8 +387,8 @@ cdef class Md:
                 raise _errors.InvalidParamError(
                     "addresses must be an array, and lengths as long or one number",
                     op="mem_reg_many", component=md_component(md))
-        return reg_many(self, md, None if buffers is None else list(buffers), starts, sizes, owner,
-                        asked, flags is None, partial)
+        return reg_many(self, md, None if buffers is None else list(buffers), starts, sizes, kind,
+                        owner, asked, flags is None, partial)
 
     def mkey_pack_many(self, memhs, buffer=None, flags=0, stride=None, partial=False):
         """Pack the keys of many handles into one buffer; returns PackedKeys.

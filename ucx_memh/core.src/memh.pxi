@@ -42,8 +42,9 @@ cdef void init_identity(ucxm_memh_t *memh, md_t *md, ucxm_memh_t *parent,
 cdef void init_inherited(ucxm_memh_t *memh, reg_t *reg, size_t tail_size) noexcept nogil:
     memh.inherited.reg = &reg.pub
     memh.inherited.flags = reg.pub.flags
-    memh.inherited.lkey = 0  # the device's answer, as the slot's value
-    memh.inherited.mem_type = reg.pub.mem_type
+    # The backend's answers, as the slot's value.
+    memh.inherited.lkey = 0
+    memh.inherited.mem_type = 0
     memset(ucxm_memh_inherited_tail(memh), 0, tail_size)
 
 
@@ -298,6 +299,7 @@ cdef ucxm_status_t reg_settle(md_t *md, ucxm_memh_t *memh, ucxm_memh_t **memh_p,
         memh_undo(md, memh)
         return status
     memh.inherited.lkey = reg.pub.lkey
+    memh.inherited.mem_type = reg.pub.mem_type
     if reg.pub.adopt != NULL:
         memh_place(md, memh, reg.pub.address, reg.pub.length)
     ucxm_memh_own(memh).slot[UCXM_SLOT_PLAIN].value = reg.pub.rkey

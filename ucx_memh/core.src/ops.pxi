@@ -103,6 +103,13 @@ cdef void default_key_flush(void *md) noexcept nogil:
     pass  # a domain whose key_destroy leaves nothing lying
 
 
+cdef ucxm_status_t default_mem_query(
+        void *md, uint64_t address, uint64_t length, uint32_t *mem_type,
+        ucxm_error_t *error) noexcept nogil:
+    mem_type[0] = UCXM_MEM_TYPE_HOST  # mem_reg will find out
+    return UCXM_OK
+
+
 cdef void ops_fill(ucxm_md_ops_t *ops) noexcept nogil:
     """Put the stubs where nothing is.  mem_enforcement stays NULL: memh_enforcement() knows."""
     if ops.tail_init == NULL:
@@ -139,6 +146,8 @@ cdef void ops_fill(ucxm_md_ops_t *ops) noexcept nogil:
         ops.explain = default_explain
     if ops.key_flush == NULL:
         ops.key_flush = default_key_flush
+    if ops.mem_query == NULL:
+        ops.mem_query = default_mem_query
     if ops.peer_evict == NULL:
         ops.peer_evict = default_peer_evict
 

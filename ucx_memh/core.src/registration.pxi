@@ -77,11 +77,33 @@ cdef inline bint reg_native(const reg_t *reg) noexcept nogil:
     return reg.pub.length != 0 or reg.pub.adopt != NULL
 
 
+cdef ucxm_status_t reg_takes(md_t *md, reg_t *reg, ucxm_error_t *error) noexcept nogil:
+    """Memory of this type?"""
+    if reg.pub.mem_type < 64 and md.attr.mem_types >> reg.pub.mem_type & 1:
+        return UCXM_OK
+    return refuse(error, UCXM_ERR_UNSUPPORTED,
+                  "host memory, of which this domain takes none"
+                  if reg.pub.mem_type == UCXM_MEM_TYPE_HOST
+                  else "device memory of a type that this domain does not take")
+
+
+cdef ucxm_status_t reg_look(reg_t *reg, ucxm_error_t *error) noexcept nogil:
+    """Of which type is this memory, about which nothing has been said?"""
+    cdef md_t *md = reg.md
+    cdef ucxm_status_t status = md.ops.mem_query(md.priv, reg.pub.address, reg.pub.length,
+                                                 &reg.pub.mem_type, error)
+    return reg_takes(md, reg, error) if status == UCXM_OK else status
+
+
 cdef ucxm_status_t reg_hold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
     """Register with the device."""
-    cdef ucxm_status_t status
+    cdef ucxm_status_t status = UCXM_OK
     if not reg_native(reg):
         return UCXM_OK
+    if reg.pub.mem_type == UCXM_MEM_TYPE_UNKNOWN:
+        status = reg_look(reg, error)
+        if status != UCXM_OK:
+            return status
     status = reg.md.ops.mem_reg(reg.md.priv, &reg.pub, error)
     reg.held = status == UCXM_OK
     return status
@@ -129,6 +151,7 @@ cdef ucxm_status_t reg_check(md_t *md, reg_t *reg, bint writable,
     cdef uint64_t grant = reg.pub.grant
     cdef uint64_t writes = (UCXM_MEM_ACCESS_LOCAL_WRITE | UCXM_MEM_ACCESS_REMOTE_PUT |
                             UCXM_MEM_ACCESS_REMOTE_ATOMIC)
+    cdef ucxm_status_t status
     if grant & writes and not writable:
         return refuse(error, UCXM_ERR_ACCESS, "the buffer is read-only")
     if reg.pub.length > UINT64_MAX - reg.pub.address:
@@ -138,11 +161,14 @@ cdef ucxm_status_t reg_check(md_t *md, reg_t *reg, bint writable,
     if reg.pub.adopt != NULL and not md.attr.flags & UCXM_MD_FLAG_NEED_MEMH:
         return refuse(error, UCXM_ERR_UNSUPPORTED,
                       "this domain has no native registrations to adopt")
-    if reg.pub.mem_type >= 64 or not md.attr.mem_types >> reg.pub.mem_type & 1:
-        return refuse(error, UCXM_ERR_UNSUPPORTED,
-                      "host memory, of which this domain takes none"
-                      if reg.pub.mem_type == UCXM_MEM_TYPE_HOST
-                      else "device memory of a type that this domain does not take")
+    if reg.pub.mem_type == UCXM_MEM_TYPE_UNKNOWN and (
+            reg.pub.length == 0 or reg.pub.adopt != NULL or reg.pub.dmabuf_fd >= 0 or
+            md.ops.mem_query == default_mem_query):
+        reg.pub.mem_type = UCXM_MEM_TYPE_HOST  # there is nothing to look at, or nobody who looks
+    if reg.pub.mem_type != UCXM_MEM_TYPE_UNKNOWN:
+        status = reg_takes(md, reg, error)
+        if status != UCXM_OK:
+            return status
     if reg.pub.dmabuf_fd >= 0 and not md.attr.flags & UCXM_MD_FLAG_REG_DMABUF:
         return refuse(error, UCXM_ERR_UNSUPPORTED, "this domain takes no dmabuf")
     if reg.pub.flags & UCXM_MEM_DERIVED_ONLY and not md.attr.flags & UCXM_MD_FLAG_REG_DERIVED:

@@ -137,6 +137,7 @@ cdef enum:
     OP_MEM_ENFORCEMENT
     OP_PEER_EVICT
     OP_KEY_FLUSH
+    OP_MEM_QUERY
     OP_EP_CREATE
     OP_EP_DESTROY
     OP_EP_ADDRESS
@@ -150,8 +151,8 @@ cdef const char *NAMES[OPS]
 NAMES[:] = [
     "tail_init", "close", "mem_reg", "mem_dereg", "mem_derive", "key_create", "key_destroy",
     "key_destroy_done", "mkey_pack", "rkey_unpack", "rkey_release", "rkey_ptr", "progress",
-    "event_fd", "event_arm", "mem_enforcement", "peer_evict", "key_flush", "ep_create",
-    "ep_destroy", "ep_address", "ep_connect", "ep_reset", "post", "transfer",
+    "event_fd", "event_arm", "mem_enforcement", "peer_evict", "key_flush", "mem_query",
+    "ep_create", "ep_destroy", "ep_address", "ep_connect", "ep_reset", "post", "transfer",
 ]
 cdef const char *STAT_NAMES[OPS]
 STAT_NAMES[:] = [
@@ -159,8 +160,8 @@ STAT_NAMES[:] = [
     "fake_key_create", "fake_key_destroy", "fake_key_destroy_done", "fake_mkey_pack",
     "fake_rkey_unpack", "fake_rkey_release", "fake_rkey_ptr", "fake_progress", "fake_event_fd",
     "fake_event_arm", "fake_mem_enforcement", "fake_peer_evict", "fake_key_flush",
-    "fake_ep_create", "fake_ep_destroy", "fake_ep_address", "fake_ep_connect", "fake_ep_reset",
-    "fake_post", "fake_transfer",
+    "fake_mem_query", "fake_ep_create", "fake_ep_destroy", "fake_ep_address", "fake_ep_connect",
+    "fake_ep_reset", "fake_post", "fake_transfer",
 ]
 
 OPERATIONS = tuple(NAMES[i].decode() for i in range(OPS))
@@ -527,6 +528,22 @@ cdef ucxm_status_t fake_mem_reg(void *priv, ucxm_registration_t *reg,
     reg.rkey = mine.direct.value
     reg.lkey = mine.direct.value ^ 0x40000000
     key_add(dev, mine.direct)
+    return UCXM_OK
+
+
+cdef ucxm_status_t fake_mem_query(void *priv, uint64_t address, uint64_t length,
+                                  uint32_t *mem_type, ucxm_error_t *error) noexcept nogil:
+    """Any memory is of the first type that it takes."""
+    cdef fake_t *dev = <fake_t *>priv
+    cdef ucxm_status_t status = enter(dev, OP_MEM_QUERY, error)
+    cdef uint32_t kind = 0
+    if length == 0 or address + length < address:
+        violate(dev, "mem_query: an empty range, or one that wraps around")
+    if status != UCXM_OK:
+        return status
+    while kind < 64 and not dev.mem_types >> kind & 1:
+        kind += 1
+    mem_type[0] = kind
     return UCXM_OK
 
 
@@ -1268,6 +1285,7 @@ cdef void fill_ops(ucxm_md_ops_t *ops) noexcept nogil:
     ops.explain = fake_explain
     ops.peer_evict = fake_peer_evict
     ops.key_flush = fake_key_flush
+    ops.mem_query = fake_mem_query
 
 
 cdef void fill_ep_ops(ucxm_ep_ops_t *ops) noexcept nogil:
@@ -1323,6 +1341,8 @@ cdef void **op_field(ucxm_md_ops_t *ops, ucxm_ep_ops_t *ep_ops, str name) except
         return <void **>&ops.peer_evict
     elif name == "key_flush":
         return <void **>&ops.key_flush
+    elif name == "mem_query":
+        return <void **>&ops.mem_query
     elif name == "ep_create":
         return <void **>&ep_ops.ep_create
     elif name == "ep_destroy":

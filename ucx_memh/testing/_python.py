@@ -26,7 +26,7 @@ from ucx_memh.errors import (
     RemoteAccessError,
     StaleKeyError,
 )
-from ucx_memh.flags import Enforcement, EpState, MdFlag, MemFlag, Status
+from ucx_memh.flags import Enforcement, EpState, MdFlag, MemFlag, MemType, Status
 from ucx_memh.python_backend import (
     Completion,
     Ep,
@@ -338,6 +338,10 @@ class PythonDevice:
 
     def peer_evict(self, identity: bytes) -> None:
         self._enter("peer_evict")
+
+    def mem_query(self, address: int, length: int) -> MemType:
+        self._enter("mem_query")
+        return MemType.HOST
 
     def close(self) -> None:
         self._enter("close")

@@ -73,6 +73,7 @@ cdef extern from "ucx_memh/process.h" nogil:
     int ucxm_pidfd_allowed(int pidfd)
     int ucxm_process_open(pid_t pid)
     int ucxm_process_read(int fd, ucxm_process_t *process)
+    int ucxm_process_reads(uint64_t address, uint64_t length)
     int ucxm_allow_ptrace()
 
 cdef extern from "pthread.h" nogil:
@@ -479,6 +480,26 @@ cdef ucxm_status_t cma_mem_reg(void *priv, ucxm_registration_t *reg,
     return UCXM_OK
 
 
+cdef ucxm_status_t cma_mem_query(void *priv, uint64_t address, uint64_t length,
+                                 uint32_t *mem_type, ucxm_error_t *error) noexcept nogil:
+    """What process_vm calls can read is host memory; a GPU's, which they cannot, looks no other
+    than memory that nobody may touch."""
+    cdef int result = ucxm_process_reads(address, length)
+    cma_count(&(<md_t *>priv).process_vm_calls, 1)
+    if result == 0:
+        mem_type[0] = UCXM_MEM_TYPE_HOST
+        return UCXM_OK
+    if error != NULL:
+        error.sys_errno = result
+    if result == EFAULT:
+        return ucxm_refuse(error, UCXM_ERR_INVALID_ADDR,
+                           "its ends cannot be read: unmapped, PROT_NONE or a device's; say "
+                           "mem_type if it is host memory")
+    if result == ENOMEM:
+        return ucxm_refuse(error, UCXM_ERR_NO_MEMORY, "no memory to look at it")
+    return ucxm_refuse(error, UCXM_ERR_IO_ERROR, "process_vm_readv of this process failed")
+
+
 cdef ucxm_status_t cma_mem_dereg(void *priv, ucxm_registration_t *reg,
                                  ucxm_error_t *error) noexcept nogil:
     return UCXM_OK
@@ -728,6 +749,7 @@ OPS.struct_size = sizeof(OPS)
 OPS.abi = UCXM_BACKEND_ABI
 OPS.rkey_size = sizeof(rkey_t)
 OPS.close = cma_close
+OPS.mem_query = cma_mem_query
 OPS.mem_reg = cma_mem_reg
 OPS.mem_dereg = cma_mem_dereg
 OPS.mem_derive = unsupported_mem_derive

@@ -33,7 +33,7 @@ extern "C" {
  * that the core allocates (registration, handle, rkey, operation, endpoint) may have more behind
  * them than this file says: a backend never takes their size.
  */
-#define UCXM_BACKEND_ABI 3
+#define UCXM_BACKEND_ABI 4
 
 typedef struct ucxm_registration ucxm_registration_t;
 typedef struct ucxm_op ucxm_op_t;
@@ -259,6 +259,13 @@ typedef struct ucxm_md_ops {
      * after a revocation, or after those of a batch, also from inside a completion; `progress`
      * hands it over, too. */
     void (*key_flush)(void *md);
+
+    /* Version 4.  Called before mem_reg where the caller did not say of which type the memory is:
+     * *mem_type becomes what it is.  INVALID_ADDR: no memory that this domain could reach, as far
+     * as a look at both ends tells.  Missing: it is host memory, and mem_reg refuses what it
+     * cannot reach.  `length` is not 0. */
+    ucxm_status_t (*mem_query)(void *md, uint64_t address, uint64_t length, uint32_t *mem_type,
+                               ucxm_error_t *error);
 } ucxm_md_ops_t;
 
 /* ---- the data path ------------------------------------------------------- */

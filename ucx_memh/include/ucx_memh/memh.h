@@ -93,8 +93,9 @@ typedef int32_t ucxm_status_t;
 
 /* ---- memory types (ucs_memory_type_t) ---------------------------------- */
 
-#define UCXM_MEM_TYPE_HOST 0
-#define UCXM_MEM_TYPE_CUDA 1
+#define UCXM_MEM_TYPE_HOST    0
+#define UCXM_MEM_TYPE_CUDA    1
+#define UCXM_MEM_TYPE_UNKNOWN 0xffffffffu /* mem_reg finds out, or refuses what it cannot reach */
 
 /* ---- states of a handle ------------------------------------------------ */
 
@@ -272,7 +273,7 @@ typedef struct ucxm_reg_params {
     uint64_t address; /* of the first byte; the memory is the caller's to keep      */
     uint64_t length;  /* bytes; 0 is legal                                          */
     uint64_t flags;   /* UCXM_MEM_*; no access bit at all means local rights only   */
-    uint32_t mem_type;
+    uint32_t mem_type; /* UCXM_MEM_TYPE_*, which is believed; UNKNOWN: it is looked at */
     uint32_t has_dmabuf; /* dmabuf_fd and dmabuf_offset count                       */
     uint64_t dmabuf_offset;
     int32_t dmabuf_fd;

@@ -144,6 +144,20 @@ static inline int ucxm_process_peek(pid_t pid, uint64_t address, void *into, siz
     return n == (ssize_t)size ? 0 : n < 0 ? errno : EFAULT;
 }
 
+/* Can our own memory be read at both its ends?  One system call, which looks at nothing between.
+ * `length` is not 0.  0; EFAULT: it cannot; or why this could not be asked. */
+static inline int ucxm_process_reads(uint64_t address, uint64_t length)
+{
+    char ends[2];
+    struct iovec local = {ends, 2}, remote[2] = {
+                                        {(void *)(uintptr_t)address, 1},
+                                        {(void *)(uintptr_t)(address + length - 1), 1},
+                                    };
+    ssize_t n = process_vm_readv(getpid(), &local, 1, remote, 2, 0);
+
+    return n == 2 ? 0 : n < 0 ? errno : EFAULT;
+}
+
 /* Yama, scope 1: lets any process with our credentials reach us.  0 or an errno. */
 static inline int ucxm_allow_ptrace(void)
 {
