@@ -13,9 +13,9 @@ from libc.errno cimport (
 )
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset, strcmp
+from libc.string cimport memset, strcmp
 
-from ucx_memh.core cimport md_bind
+from ucx_memh.core cimport md_attr_init, md_bind
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE,
     UCXM_ERR_ACCESS, UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_MEMORY,

@@ -13,9 +13,9 @@ are made by one CREATE_MKEY and ended by one DESTROY_MKEY.  Data moves over ucx_
 from libc.errno cimport EAGAIN, EBUSY, ENODEV, ENOMEM, ENOSYS, EOPNOTSUPP, ETIMEDOUT, errno
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset, strcmp
+from libc.string cimport memset, strcmp
 
-from ucx_memh.core cimport md_bind
+from ucx_memh.core cimport md_attr_init, md_bind
 from ucx_memh.libmemh cimport (
     UCXM_BACKEND_ABI, UCXM_ENFORCE_COOPERATIVE, UCXM_ENFORCE_ENFORCED, UCXM_ENFORCE_NONE,
     UCXM_ERR_BUSY, UCXM_ERR_EXCEEDS_LIMIT, UCXM_ERR_IO_ERROR, UCXM_ERR_NO_DEVICE,

@@ -170,18 +170,16 @@ cdef void ib_md_clear(ib_md_t *md) noexcept nogil:
 
 
 cdef void ib_md_attr(const ib_md_t *md, ucxm_md_attr_t *attr) noexcept nogil:
+    """Adds what any device of verbs has to attributes that md_attr_init has begun."""
     attr.flags |= (UCXM_MD_FLAG_REG | UCXM_MD_FLAG_NEED_MEMH | UCXM_MD_FLAG_NEED_RKEY |
                    UCXM_MD_FLAG_ENDPOINT | UCXM_MD_FLAG_EVENT_FD)
     if md.has_atomics:
         attr.flags |= UCXM_MD_FLAG_ATOMIC
-    attr.mem_types = 1 << UCXM_MEM_TYPE_HOST
     if md.has_dmabuf:
         attr.flags |= UCXM_MD_FLAG_REG_DMABUF
         attr.mem_types |= 1 << UCXM_MEM_TYPE_CUDA  # by dmabuf only
     attr.max_reg = md.max_mr_size
-    attr.reg_alignment = 1
     attr.bounce_size = IB_BOUNCE_SIZE
-    snprintf(attr.md_name, sizeof(attr.md_name), "%s", md.name)
 
 
 cdef void ib_stat(ib_md_t *md, unsigned index, const char **name, uint64_t *value) noexcept nogil:

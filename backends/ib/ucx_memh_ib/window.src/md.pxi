@@ -72,14 +72,12 @@ cdef ucxm_status_t md_setup(md_t *md, ucxm_verbs_t *verbs, ibv_context *context,
 cdef object bind(md_t *md, uint32_t quarantine):
     cdef ucxm_md_attr_t attr
     cdef ucxm_md_ops_t ops = OPS
-    memset(&attr, 0, sizeof(attr))
-    attr.struct_size = sizeof(attr)
+    md_attr_init(&attr, "ib", md.ib.name.decode("utf-8", "replace"), 0)
     ib_md_attr(&md.ib, &attr)
     attr.rkey_packed_size = PACKED_SIZE
     attr.rkey_raw_size = RAW_SIZE
     attr.quarantine = quarantine
     attr.software = md.software
-    memcpy(attr.component, b"ib", 3)
     window_mem_enforcement(md, NULL, &attr.enforcement)
     # Without windows these are the core's: one refusal for all backends.
     if has_windows(md):

@@ -131,8 +131,7 @@ cdef ucxm_status_t md_setup(md_t *md, ucxm_verbs_t *verbs, ibv_context *context,
 cdef object bind(md_t *md, uint32_t quarantine):
     cdef ucxm_md_attr_t attr
     cdef ucxm_md_ops_t ops = OPS
-    memset(&attr, 0, sizeof(attr))
-    attr.struct_size = sizeof(attr)
+    md_attr_init(&attr, "ib_mlx5", md.ib.name.decode("utf-8", "replace"), 0)
     ib_md_attr(&md.ib, &attr)
     attr.flags |= capability_flags(md)
     attr.rkey_packed_size = PACKED_SIZE
@@ -140,7 +139,6 @@ cdef object bind(md_t *md, uint32_t quarantine):
     attr.quarantine = quarantine
     attr.software = md.software
     attr.placeholders = 1
-    memcpy(attr.component, b"ib_mlx5", 8)
     mlx5_mem_enforcement(md, NULL, &attr.enforcement)
     # An operation that no key can need is left out, as its flag is.
     if md.can_derive:
