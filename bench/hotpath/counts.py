@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""Instructions of one call, by callgrind: they repeat where times do not.
+"""Instructions of one call, by callgrind: they repeat, to a few in a hundred, where times do not.
 
 What the kernel does is not in them, and neither is the clock's reading without a system call.
 """
@@ -37,11 +37,10 @@ def dumped(text: str) -> tuple[list[Any], int] | None:
 
 
 def difference(dumps: list[tuple[list[Any], int]]) -> list[Row]:
-    """For each way instructions for each call more; of counts of as many calls, from the least."""
+    """For each way instructions for each call more."""
     found: dict[tuple[str, str, str | None], dict[int, int]] = {}
     for (table, what, component, calls), total in dumps:
-        totals = found.setdefault((table, what, component), {})
-        totals[calls] = min(total, totals.get(calls, total))
+        found.setdefault((table, what, component), {})[calls] = total
     rows = []
     for (table, what, component), totals in found.items():
         (few, least), (many, most) = sorted(totals.items())
