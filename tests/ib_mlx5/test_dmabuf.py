@@ -55,9 +55,13 @@ def buffer():
         os.close(each.fd)
 
 
+# A memory window cannot be bound to it: the call that registers it takes no IBV_ACCESS_MW_BIND.
+derives = pytest.mark.parametrize("where", ["ib_mlx5"], indirect=True)
+windows = pytest.mark.parametrize("where", ["ib"], indirect=True)
+
+
 @pytest.fixture(params=["ib_mlx5", "ib"])
 def where(request, software):
-    """Keys of mlx5, and memory windows."""
     return Where() if request.param == "ib_mlx5" else Where("ib", {"library": software})
 
 
@@ -72,6 +76,7 @@ def library(peer, where):
     return Library(peer, where)
 
 
+@derives
 def test_a_kv_cache_in_gpu_memory(md, library, buffer):
     """One registration, a key for each block; one is taken back, the others move on."""
     data = text()
@@ -104,6 +109,7 @@ def test_a_kv_cache_in_gpu_memory(md, library, buffer):
     base.dereg(cascade=True)
 
 
+@derives
 def test_the_device_refuses_below_our_library(md, where, buffer, peer):
     """Raw verbs: beyond the range, for a right that is not there, after the end."""
     data = text()
@@ -132,10 +138,36 @@ def test_memory_that_begins_somewhere_in_the_dmabuf(md, library, buffer, offset)
     base = memory.reg(md)
     link(md, library)
     assert library.get(base.mkey_pack(), 0, SIZE) == data
-    win = base.derive(8, 64, GET | PUT)
+    library.put(base.mkey_pack(), 8, b"eight on")
+    assert memory.read(24) == data[:8] + b"eight on" + data[16:24]
+
+
+@derives
+@pytest.mark.parametrize("offset", [64, PAGE + 64])
+def test_a_key_to_a_part_that_begins_somewhere(md, library, buffer, offset):
+    data = text()
+    memory = buffer(data, offset)
+    link(md, library)
+    win = memory.reg(md).derive(8, 64, GET | PUT)
     library.put(win.mkey_pack(), 0, b"eight on")
-    assert memory.read(8, 8) == b"eight on"
-    assert memory.read(8) == data[:8]
+    assert memory.read(24) == data[:8] + b"eight on" + data[16:24]
+
+
+@windows
+def test_no_window_can_be_bound_to_it(md, soft, library, buffer):
+    """It has its own key, and nothing can be derived."""
+    memory = buffer(text())
+    before = soft.live()
+    with pytest.raises(um.UnsupportedError, match="DERIVED_ONLY, but no windows"):
+        memory.reg(md, flags=MemFlag.DERIVED_ONLY)
+    assert soft.live() == before
+    base = memory.reg(md)
+    with pytest.raises(um.UnsupportedError, match="no windows on memory of a dmabuf"):
+        base.derive(0, 4096, GET)
+    assert "ibv_reg_dmabuf_mr allows no windows" in base.explain()
+    link(md, library)
+    library.put(base.mkey_pack(), 4, b"by its own key")
+    assert memory.read(14, 4) == b"by its own key"
 
 
 def test_it_is_the_local_side_of_a_transfer(md, library, buffer):
@@ -203,4 +235,4 @@ def test_the_descriptor_may_be_closed_after_the_registration(md, library):
     base = memory.reg(md)
     os.close(memory.fd)
     link(md, library)
-    assert library.get(base.derive(flags=GET).mkey_pack(), 0, 11) == b"still there"
+    assert library.get(base.mkey_pack(), 0, 11) == b"still there"

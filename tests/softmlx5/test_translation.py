@@ -619,6 +619,9 @@ def test_dmabuf(dev, arena):
     assert arena[0].read(0, 12) == b"hello dmabuf"
     assert not sm5.reg_dmabuf_mr(dev.pd, 0, 4096, 0, -1, ALL)
     assert sm5.C.get_errno() == errno.EBADF
+    # Its manual page: it takes no such flag.
+    assert not sm5.reg_dmabuf_mr(dev.pd, 0, 4096, 0, fd, ALL | MWB)
+    assert sm5.C.get_errno() == errno.EINVAL
     assert not sm5.reg_dmabuf_mr(dev.pd, 1 << 16, 4096, 0, fd, ALL)
     assert sm5.C.get_errno() == errno.EINVAL
     os.close(fd)

@@ -244,6 +244,9 @@ enum {
         IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_MW_BIND | IBV_ACCESS_HUGETLB,
     WRITING_ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_ATOMIC |
         IBV_ACCESS_MW_BIND,
+    /* ibv_reg_dmabuf_mr(3): no other flags are supported, and no window can be bound to it. */
+    DMABUF_ACCESS = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
+        IBV_ACCESS_REMOTE_ATOMIC | IBV_ACCESS_RELAXED_ORDERING,
 };
 
 static int check_access(unsigned access)
@@ -375,6 +378,10 @@ struct ibv_mr *sm_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t lengt
     sm_command_delay();
     if (fstat(fd, &st))
         return NULL; /* EBADF */
+    if (access & ~DMABUF_ACCESS) {
+        errno = EINVAL;
+        return NULL;
+    }
     if (!length || offset + length < offset || offset + length > (uint64_t)st.st_size) {
         errno = EINVAL;
         return NULL;

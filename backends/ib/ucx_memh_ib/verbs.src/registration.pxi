@@ -76,6 +76,11 @@ cdef ucxm_status_t ib_mem_reg(void *priv, ucxm_registration_t *reg,
         if (reg.address ^ reg.dmabuf_offset) & (<uint64_t>sysconf(_SC_PAGESIZE) - 1):
             return ib_fail(error, UCXM_ERR_INVALID_PARAM, 0,
                            "address and dmabuf_offset must have the same place in a page")
+        if access & IBV_ACCESS_MW_BIND:  # ibv_reg_dmabuf_mr(3) does not take it
+            if reg.flags & UCXM_MEM_DERIVED_ONLY:
+                return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0, "DERIVED_ONLY, but no windows can "
+                               "be bound to memory of a dmabuf")
+            access &= ~<unsigned>IBV_ACCESS_MW_BIND
         ib_count(&md.counts.reg_mr, 1)
         mine.mr = md.verbs.reg_dmabuf_mr(md.pd, reg.dmabuf_offset, reg.length, reg.address,
                                          reg.dmabuf_fd, access)

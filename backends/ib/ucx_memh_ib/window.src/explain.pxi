@@ -91,8 +91,9 @@ cdef void explain_base(const md_t *md, const ucxm_memh_t *memh, ib_text_t *text)
     if ib_adopted(memh):
         explain_adopted(md, memh, text)
     elif not (<const ib_reg_t *>memh.inherited.reg.priv).access & IBV_ACCESS_MW_BIND:
-        ib_say(text, "nothing can be derived: the kernel pins for writing what windows are bound "
-                     "to")
+        ib_say(text, "nothing can be derived: ibv_reg_dmabuf_mr allows no windows"
+               if memh.inherited.reg.dmabuf_fd >= 0 else
+               "nothing can be derived: the kernel pins for writing what windows are bound to")
     ib_explain_direct(
         memh,
         "but atomics: this device wants the registration's own atomic right below a window, so "

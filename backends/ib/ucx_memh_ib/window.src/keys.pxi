@@ -20,6 +20,9 @@ cdef ucxm_status_t window_mem_derive(void *priv, const ucxm_memh_t *base, const 
     if not reg.access & IBV_ACCESS_MW_BIND:
         if reg.adopted:
             return no_window(error)
+        if memh.inherited.reg.dmabuf_fd >= 0:
+            return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0,
+                           "no windows on memory of a dmabuf: ibv_reg_dmabuf_mr allows none")
         return ib_fail(error, UCXM_ERR_UNSUPPORTED, 0,
                        "no windows on read-only memory: the kernel pins for writing")
     if ucxm_memh_own(memh).rights & UCXM_MEM_ACCESS_REMOTE_ATOMIC and not md.check.atomic:
