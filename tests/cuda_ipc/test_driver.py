@@ -34,16 +34,23 @@ def test_row66_a_symbol_that_is_not_there(softcuda, name):
     um.open_md("cma").close()
 
 
-def test_row66_a_driver_that_is_too_old(driver, monkeypatch):
-    monkeypatch.setenv("SOFTCUDA_DRIVER_VERSION", "11000")
+@pytest.mark.parametrize(("version", "name"), [(10020, "10.2"), (11000, "11.0"), (11020, "11.2")])
+def test_row66_a_driver_that_is_too_old(driver, monkeypatch, version, name):
+    """11.2 has pools, but no attribute that tells their memory."""
+    monkeypatch.setenv("SOFTCUDA_DRIVER_VERSION", str(version))
     reason = refused(driver.path)
-    assert "CUDA 11.0" in reason
-    assert "11.2 or later" in reason
+    assert f"CUDA {name}, too old" in reason
+    assert "11.3 or later" in reason
     assert driver.count("cuInit") == 0
     um.open_md("cma").close()
     # Nothing is remembered of that.
-    monkeypatch.setenv("SOFTCUDA_DRIVER_VERSION", "11020")
-    um.open_md("cuda_ipc", driver=driver.path).close()
+    monkeypatch.setenv("SOFTCUDA_DRIVER_VERSION", "11030")
+    with um.open_md("cuda_ipc", driver=driver.path) as md:
+        driver.use()
+        memory = driver.alloc(4096)
+        md.mem_reg(memory.array()).dereg()
+        memory.free()
+        driver.cuDevicePrimaryCtxRelease_v2(0)
 
 
 def test_row66_nothing_is_loaded_before_it_is_asked_for(python, softcuda):

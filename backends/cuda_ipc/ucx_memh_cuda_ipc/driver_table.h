@@ -52,7 +52,7 @@ enum { /* CUpointer_attribute */
        CU_ATTRIBUTE_DEVICE_ORDINAL = 9,
        CU_ATTRIBUTE_LEGACY_CAPABLE = 10,
        CU_ATTRIBUTE_HANDLE_TYPES = 14,
-       CU_ATTRIBUTE_MEMPOOL = 17 /* since 11.2 */
+       CU_ATTRIBUTE_MEMPOOL = 17 /* since 11.3 */
 };
 
 enum {
@@ -66,8 +66,9 @@ enum {
     CU_EVENT_DISABLE_TIMING = 2
 };
 
-/* The oldest driver whose attributes tell memory of a pool from other memory (CUDA 11.2). */
-#define CU_VERSION_NEEDED 11020
+/* The oldest driver whose attributes tell memory of a pool from other memory (CUDA 11.3,
+   says the programming guide on pointer attributes); an older one refuses to be asked. */
+#define CU_VERSION_NEEDED 11030
 
 /* clang-format off */
 #define CU_SYMBOLS(X) \
