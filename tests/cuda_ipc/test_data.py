@@ -241,11 +241,14 @@ def test_a_stream_that_is_none(soft, md, ep, far):
 
 def test_managed_memory_as_the_local_side(soft, md, ep, far):
     key = far.region(b"theirs", 4096)
-    ours = soft.memory(4096, kind="managed")
+    ours = soft.memory(2 * 4096, kind="managed")
     with md.rkey_unpack(key) as rkey:
-        ep.get(rkey, rkey.address, ours.tensor())
+        ep.get(rkey, rkey.address, ours.tensor(shape=(4096,)))
         assert soft.read(ours, 6) == b"theirs"
-        ep.get(rkey, rkey.address, ours.array(stream=1))
+        for page in (0, 1):  # on the host, on the device
+            at = (ours.address + page * 4096, False)
+            ep.get(rkey, rkey.address, ours.array(shape=(6,), data=at, stream=1))
+            assert soft.read(ours, 6, page * 4096) == b"theirs"
 
 
 def test_a_local_address_that_is_none(soft, md, ep, far):

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Packed keys: what is in them, and what becomes of forged, stale and foreign ones."""
 
+import errno
 import os
 import random
-from contextlib import suppress
+import resource
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -165,6 +167,36 @@ def test_random_payloads(soft, md, key):
         with suppress(um.MemhError):
             md.rkey_unpack(blob).close()
     assert soft.opened() == {}
+
+
+@contextmanager
+def no_more_files():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_descriptor_is_free_for_another(soft, md, far):
+    """That is no fault of the key's, and says nothing of the peer."""
+    key = far.region(b"theirs", 4096, "vmm", POSIX_FD)
+    with md.rkey_unpack(far.region(b"other")):  # the peer's own descriptor is there already
+        with no_more_files():
+            with pytest.raises(um.MemhError, match="pidfd_getfd: out of files") as caught:
+                md.rkey_unpack(key)
+        assert caught.value.status == um.Status.NO_RESOURCE
+        assert caught.value.context["errno"] == errno.EMFILE
+    assert soft.opened() == {}
+    md.rkey_unpack(key).close()
+
+
+def test_a_descriptor_that_is_none(soft, md, far):
+    key = far.region(b"theirs", 4096, "vmm", POSIX_FD)
+    refuses(soft, md, um.UnreachableError, changed(key, fd=2**20), "pidfd_getfd")
 
 
 # ---- whose it is ----

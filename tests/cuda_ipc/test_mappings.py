@@ -315,6 +315,37 @@ def test_memory_that_was_freed_is_noticed(gpu, md, ep, far, kind, types):
     assert read(md, rkey) == b"second"
 
 
+def test_memory_mapped_anew_at_the_same_addresses(soft, md, ep, far):
+    """Segments that grow are: also where a driver numbers buffers by the addresses."""
+    old = far.region(b"first!", BLOCK, "vmm", POSIX_FD)
+    stale = md.rkey_unpack(old)
+    far.free(old)
+    new = far.region(b"second", BLOCK, "vmm", POSIX_FD)
+    new = changed(new, buffer_id=fields(old)["buffer_id"])
+    for name in ("base", "size", "fd", "buffer_id"):
+        assert fields(new)[name] == fields(old)[name]
+    with md.rkey_unpack(new) as rkey:
+        assert read(md, rkey) == b"second"
+        with pytest.raises(um.StaleKeyError, match="freed this memory or exports it anew"):
+            ep.get(stale, stale.address, bytearray(6))
+        assert md.stats()["device.mappings"] == 1
+    stale.close()
+    assert opens(soft, md) == (2, 2)
+
+
+def test_an_export_that_ended_and_began_anew(soft, md, far):
+    """The same memory: a key of the old export is over as soon as one of the new comes."""
+    old = far.region(b"theirs", BLOCK, "vmm", POSIX_FD)
+    first = md.rkey_unpack(old)
+    far.dereg(old)
+    assert read(md, first) == b"theirs"  # what is mapped stays usable
+    with md.rkey_unpack(far.part(old, 0, 6)) as again:
+        assert read(md, again) == b"theirs"
+        with pytest.raises(um.StaleKeyError):
+            first.ptr()
+    assert soft.opened() == {}
+
+
 def test_memory_that_was_freed_under_a_copy(soft, md, ep, far):
     """The copy is let to its end; then the old mapping goes."""
     old = far.region(b"first!", 4 * MIB)

@@ -8,7 +8,7 @@ import pytest
 
 import ucx_memh as um
 from _gpu import in_thread
-from softcuda.driver import BLOCK, FABRIC, POSIX_FD
+from softcuda.driver import BLOCK, FABRIC, MEMORY_TYPE, POSIX_FD
 from ucx_memh import MemFlag, MemType
 
 REMOTE = MemFlag.REMOTE_GET | MemFlag.REMOTE_PUT
@@ -143,6 +143,26 @@ def test_row78_on_a_gpu(gpu, md):
         reg(md, gpu.memory(kind="managed"))
     with pytest.raises(um.UnsupportedError, match="cuMemAllocAsync"):
         reg(md, gpu.memory(kind="async"))
+
+
+@pytest.mark.parametrize("page", [0, 1])
+def test_managed_memory_is_named_wherever_it_is(soft, md, page):
+    """The driver says of each page what memory it is in now, the host's or the device's."""
+    memory = soft.memory(4 * 4096, kind="managed")
+    at = memory.address + page * 4096
+    assert soft.driver.attribute(at, MEMORY_TYPE) == page + 1
+    given = {"address": at, "length": 4096, "mem_type": MemType.CUDA}
+    with pytest.raises(um.UnsupportedError, match="cuMemAllocManaged"):
+        md.mem_reg(**given)
+    md.mem_reg(**given, flags=MemFlag.LOCAL_READ).dereg()
+    with pytest.raises(um.InvalidParamError, match="beyond one allocation"):
+        md.mem_reg(**given | {"length": 4 * 4096 + 1}, flags=MemFlag.LOCAL_READ)
+
+
+def test_a_descriptor_is_not_inherited(soft, md):
+    """The driver may well hand out one that is: a program started later would keep the memory."""
+    with reg(md, soft.memory(kind="vmm", types=POSIX_FD)) as base:
+        assert not os.get_inheritable(int.from_bytes(base.mkey_pack()[84:88], "little"))
 
 
 def test_a_handle_of_one_of_two_types_is_enough(soft, md):

@@ -573,6 +573,12 @@ static int legacy_capable(const struct range *range)
     return range->span->kind == K_DEVICE;
 }
 
+/* Pages of managed memory are where they were used last; here every second one is on the host. */
+static int on_host(const struct range *range, CUdeviceptr ptr)
+{
+    return (ptr - range->base) / 4096 % 2 == 0;
+}
+
 static int ordinal_of(const struct range *range)
 {
     if (range->span->ctx)
@@ -593,8 +599,9 @@ static size_t size_of(int attribute)
     case 11:
     case 12:
     case 14:
-    case 17:
         return 8;
+    case 17: /* MEMPOOL_HANDLE: older drivers do not know it */
+        return sc_setting("SOFTCUDA_DRIVER_VERSION", 12090) < 11030 ? 0 : 8;
     case 2:
     case 6:
     case 8:
@@ -629,7 +636,8 @@ static CUresult attribute_of(CUdeviceptr ptr, int attribute, void *data)
         value = (uint64_t)range->span->ctx;
         break;
     case 2: /* MEMORY_TYPE */
-        value = kind == K_HOST ? MEMORYTYPE_HOST : MEMORYTYPE_DEVICE;
+        value = kind == K_HOST || (kind == K_MANAGED && on_host(range, ptr)) ? MEMORYTYPE_HOST
+                                                                             : MEMORYTYPE_DEVICE;
         break;
     case 3: /* DEVICE_POINTER */
         REQUIRE(sc_current(), CUDA_ERROR_INVALID_CONTEXT);

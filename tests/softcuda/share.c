@@ -417,7 +417,7 @@ API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandl
         seal(out, FABRIC, handle->mem, 0, 0, handle->mem->size);
         return CUDA_SUCCESS;
     }
-    fd = fcntl(handle->mem->fd, F_DUPFD_CLOEXEC, 0);
+    fd = fcntl(handle->mem->fd, F_DUPFD, 0); /* inherited: no manual says otherwise */
     REQUIRE(fd >= 0, CUDA_ERROR_OPERATING_SYSTEM);
     *(int *)out = fd;
     return CUDA_SUCCESS;

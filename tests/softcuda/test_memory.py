@@ -100,7 +100,7 @@ def test_copies_reach_it(gpu, kind, types):
     ("kind", "types", "known"),
     [
         ("device", 0, {MEMORY_TYPE: 2, IS_MANAGED: 0, LEGACY_CAPABLE: 1, HANDLE_TYPES: 0}),
-        ("managed", 0, {MEMORY_TYPE: 2, IS_MANAGED: 1, LEGACY_CAPABLE: 0, HANDLE_TYPES: 0}),
+        ("managed", 0, {IS_MANAGED: 1, LEGACY_CAPABLE: 0, HANDLE_TYPES: 0}),
         ("host", 0, {MEMORY_TYPE: 1, IS_MANAGED: 0, LEGACY_CAPABLE: 0, HANDLE_TYPES: 0}),
         ("async", 0, {MEMORY_TYPE: 2, IS_MANAGED: 0, LEGACY_CAPABLE: 0, HANDLE_TYPES: 0}),
         ("pool", 1, {MEMORY_TYPE: 2, LEGACY_CAPABLE: 0, HANDLE_TYPES: 1}),
@@ -128,6 +128,12 @@ def test_what_is_known_of_a_pointer(gpu, kind, types, known):
     base, size = C.c_uint64(), C.c_uint64()
     gpu.cuMemGetAddressRange_v2(C.byref(base), C.byref(size), inside)
     assert (base.value, size.value) == (memory.address, BLOCK)
+
+
+def test_managed_memory_is_where_its_page_is(gpu):
+    memory = gpu.alloc(BLOCK, "managed")
+    types = [gpu.attribute(memory.address + page * 4096, MEMORY_TYPE) for page in range(4)]
+    assert types == [1, 2, 1, 2]
 
 
 def attributes(driver, address, *which):

@@ -175,6 +175,7 @@ cdef extern from "wire.h" nogil:
     void cu_store64(uint64_t *p, uint64_t value)
     void cu_count(uint64_t *counter, uint64_t n)
 
+    void cu_close_on_exec(int fd)
     int cu_fetch_fd(int pidfd, int fd)
     uint64_t cu_nonce()
 

@@ -7,6 +7,7 @@
 #define UCX_MEMH_CUDA_IPC_WIRE_H
 
 #include <endian.h>
+#include <fcntl.h>
 #include <sys/random.h>
 #include <ucx_memh/process.h>
 
@@ -146,6 +147,12 @@ static inline const char *wire_parse(const uint8_t *in, size_t length, cu_wire_t
 }
 
 /* ---- the other process ---- */
+
+/* No program that is started may keep the memory; the driver's manual does not say that it won't. */
+static inline void cu_close_on_exec(int fd)
+{
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+}
 
 /* A copy (close-on-exec) of another process's descriptor, or -errno. */
 static inline int cu_fetch_fd(int pidfd, int fd)

@@ -268,7 +268,7 @@ cdef ucxm_status_t wait_for(ep_t *ep, ucxm_op_t *op, ucxm_error_t *error) noexce
     cdef ucxm_status_t status = look(device, <uint64_t>op.local, &known, error)
     if status != UCXM_OK:
         return status
-    if known.memory_type != CU_MEMORYTYPE_DEVICE:
+    if not is_device_memory(&known):
         return ucxm_refuse(error, UCXM_ERR_INVALID_PARAM,
                            "the driver knows no device memory at the local address")
     if not known.managed and known.ordinal != <uint64_t>device.ordinal:

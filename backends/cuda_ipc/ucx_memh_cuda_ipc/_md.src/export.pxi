@@ -35,6 +35,11 @@ cdef void exports_forget() noexcept nogil:
     pthread_mutex_init(&cu_exports_lock, NULL)
 
 
+cdef bint is_device_memory(const known_t *known) noexcept nogil:
+    """Managed memory is, wherever it happens to be: the type is that of the page's place now."""
+    return known.memory_type == CU_MEMORYTYPE_DEVICE or known.managed != 0
+
+
 cdef ucxm_status_t look(device_t *device, uint64_t address, known_t *known,
                         ucxm_error_t *error) noexcept nogil:
     """Ask the driver, in the device's context."""
@@ -52,7 +57,7 @@ cdef ucxm_status_t look(device_t *device, uint64_t address, known_t *known,
         return UCXM_OK  # of no context: what it has written is 0
     if result != CU_SUCCESS:
         return driver_failed(device.cu, error, result, "cuPointerGetAttributes")
-    if known.memory_type != CU_MEMORYTYPE_DEVICE:
+    if not is_device_memory(known):
         return UCXM_OK
     result = device.cu.address_range(&known.base, &known.size, address)
     if result != CU_SUCCESS:
@@ -63,7 +68,7 @@ cdef ucxm_status_t look(device_t *device, uint64_t address, known_t *known,
 cdef ucxm_status_t check_memory(device_t *device, const ucxm_registration_t *reg,
                                 const known_t *known, ucxm_error_t *error) noexcept nogil:
     """Is it this device's, and one allocation's?"""
-    if known.memory_type != CU_MEMORYTYPE_DEVICE:
+    if not is_device_memory(known):
         return ucxm_refuse(error, UCXM_ERR_INVALID_PARAM,
                            "the driver knows no device memory at this address")
     if known.ordinal != <uint64_t>device.ordinal and not known.managed:
@@ -107,6 +112,7 @@ cdef ucxm_status_t export_vmm(device_t *device, const known_t *known, cu_wire_t 
     if known.handle_types & CU_HANDLE_POSIX_FD:
         result = cu.export_handle(&fd, allocation, CU_HANDLE_POSIX_FD, 0)
         if result == CU_SUCCESS:
+            cu_close_on_exec(fd)
             wire.kinds |= WIRE_FD
             wire.fd = fd
     if known.handle_types & CU_HANDLE_FABRIC:

@@ -110,7 +110,8 @@ cdef ucxm_status_t key_use(md_t *md, const ucxm_rkey_t *rkey, mapping_t **mappin
             mapping_unuse(md.device, mapping_p[0])
         return refuse(error, UCXM_ERR_PEER_GONE, 0, &peer.identity, "the process has ended")
     if not usable:
-        return refuse(error, UCXM_ERR_STALE_KEY, 0, &peer.identity, "it has freed this memory")
+        return refuse(error, UCXM_ERR_STALE_KEY, 0, &peer.identity,
+                      "it has freed this memory or exports it anew")
     return UCXM_OK
 
 

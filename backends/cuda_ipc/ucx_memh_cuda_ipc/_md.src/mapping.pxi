@@ -19,7 +19,7 @@ cdef struct mapping_t:
     mapping_t *next
     ucxm_identity_t owner
     cu_wire_t wire
-    bint stale                 # its memory has been freed
+    bint stale                 # its memory has been freed, or its export has ended
     bint reserved              # of an imported allocation: the addresses are taken ...
     bint mapped                # ... and it is mapped there
     cu_address_t address       # what `wire.base` is here
@@ -96,10 +96,15 @@ cdef ucxm_status_t fd_fetch(md_t *md, const peer_t *peer, const cu_wire_t *wire,
     cdef ucxm_status_t status
     cdef bint sure = False
     fd[0] = cu_fetch_fd(peer.pidfd, wire.fd)
+    status = export_check(md, peer, wire, &sure, error)  # the exporter ends it before it closes
     if fd[0] < 0:
+        if status != UCXM_OK:
+            return status  # it has ended meanwhile
+        if fd[0] == -EMFILE or fd[0] == -ENFILE:
+            return refuse(error, UCXM_ERR_NO_RESOURCE, -fd[0], &peer.identity,
+                          "pidfd_getfd: out of files")
         return refuse(error, UCXM_ERR_UNREACHABLE, -fd[0], &peer.identity,
                       "its descriptor cannot be had by pidfd_getfd")
-    status = export_check(md, peer, wire, &sure, error)  # the exporter ends it before it closes
     if status == UCXM_OK and not sure:
         status = refuse(error, UCXM_ERR_UNREACHABLE, 0, &peer.identity,
                         "its memory cannot be read, so its descriptor cannot be trusted")
@@ -226,8 +231,11 @@ cdef void mapping_drop(device_t *device, mapping_t *m) noexcept nogil:
 
 
 cdef bint same_allocation(const mapping_t *m, const cu_wire_t *wire) noexcept nogil:
+    """A descriptor says nothing of what it is of, and a driver might number mappings by their
+    addresses: there it must be the same export."""
     return (m.wire.base == wire.base and m.wire.size == wire.size and
             m.wire.buffer_id == wire.buffer_id and m.wire.kinds == wire.kinds and
+            (wire.kinds != WIRE_FD or m.wire.nonce == wire.nonce) and
             memcmp(m.wire.handle, wire.handle, sizeof(wire.handle)) == 0)
 
 
@@ -237,8 +245,9 @@ cdef bint overlap(const cu_wire_t *one, const cu_wire_t *other) noexcept nogil:
 
 cdef ucxm_status_t mappings_clear(device_t *device, const ucxm_identity_t *owner,
                                   const cu_wire_t *wire, ucxm_error_t *error) noexcept nogil:
-    """The owner has another allocation where it had these: they were freed.  Their keys are stale
-    from now on, and what they have mapped is closed."""
+    """The owner has another allocation where it had these, or exports one by another descriptor:
+    they were freed or deregistered.  Their keys are stale from now on, and what they have mapped is
+    closed."""
     cdef mapping_t *m = device.mappings
     cdef mapping_t *next
     cdef bint busy = False
