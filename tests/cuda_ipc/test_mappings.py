@@ -23,10 +23,15 @@ def read(md, rkey, length=6, offset=0):
         return bytes(into)
 
 
-def opens(gpu, md):
-    """Mappings made and given back; of the software driver as it has counted them itself."""
+def opens_of(md):
+    """Mappings made and given back."""
     stats = md.stats()
-    found = stats["device.opens"], stats["device.closes"]
+    return stats["device.opens"], stats["device.closes"]
+
+
+def opens(gpu, md):
+    """The same; of the software driver as it has counted them itself."""
+    found = opens_of(md)
     if gpu.software:
         count = gpu.driver.count
         made = count("cuIpcOpenMemHandle_v2") + count("cuMemMap")
@@ -97,6 +102,42 @@ def test_row73_somebody_else_has_it_open(soft, md, far):
         assert read(md, rkey) == b"theirs"
     assert soft.driver.peek(theirs, 6) == b"theirs"
     soft.driver.cuIpcCloseMemHandle(theirs)
+
+
+class TestTwoDevices:
+    """A peer's memory on another device than ours."""
+
+    @pytest.fixture
+    def settings(self):
+        return {"SOFTCUDA_DEVICES": "2"}
+
+    @pytest.mark.parametrize(("kind", "types"), ALL_KINDS)
+    def test_each_context_has_a_mapping_of_its_own(self, soft, far, kind, types):
+        key = far.region(b"theirs", 4096, kind, types)
+        with soft.open(0) as zero, soft.open(1) as one:
+            rkeys = zero.rkey_unpack(key), one.rkey_unpack(key)
+            assert rkeys[0].ptr() != rkeys[1].ptr()
+            for md, rkey in zip((zero, one), rkeys, strict=True):
+                assert read(md, rkey) == b"theirs"
+                assert opens_of(md) == (1, 0)
+                rkey.close()
+                assert opens_of(md) == (1, 1)
+        assert soft.opened() == {}
+
+    @pytest.mark.parametrize(
+        ("kind", "types", "call"),
+        [("device", 0, "cuIpcOpenMemHandle"), ("vmm", POSIX_FD, "cuMemSetAccess")],
+    )
+    def test_a_device_that_does_not_reach_it(self, soft, far, monkeypatch, kind, types, call):
+        key = far.region(b"theirs", 4096, kind, types)
+        with soft.open(1) as md:
+            monkeypatch.setenv("SOFTCUDA_PEERS", "0")
+            with pytest.raises(um.UnreachableError, match=f"{call}: CUDA_ERROR_PEER_ACCESS"):
+                md.rkey_unpack(key)
+            assert soft.opened() == {}
+            monkeypatch.setenv("SOFTCUDA_PEERS", "1")  # nothing is remembered of that
+            with md.rkey_unpack(key) as rkey:
+                assert read(md, rkey) == b"theirs"
 
 
 # ---- row 74: opens == closes ----
