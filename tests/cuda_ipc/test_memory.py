@@ -145,6 +145,15 @@ def test_row78_on_a_gpu(gpu, md):
         reg(md, gpu.memory(kind="async"))
 
 
+def test_row78_another_processs_memory_is_not_ours_to_share(soft, md, far):
+    """As the driver opened it; nor does the owner's key come to be ours."""
+    with md.rkey_unpack(far.region(b"theirs", 4096)) as rkey:
+        given = {"address": rkey.ptr(), "length": 4096, "mem_type": MemType.CUDA}
+        with pytest.raises(um.UnsupportedError, match="another process's memory"):
+            md.mem_reg(**given)
+        md.mem_reg(**given, flags=MemFlag.LOCAL_READ).dereg()
+
+
 @pytest.mark.parametrize("page", [0, 1])
 def test_managed_memory_is_named_wherever_it_is(soft, md, page):
     """The driver says of each page what memory it is in now, the host's or the device's."""

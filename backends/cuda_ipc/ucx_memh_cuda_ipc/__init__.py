@@ -10,7 +10,8 @@ allocations of cuMemCreate that were made exportable by POSIX descriptor or fabr
 of pools (cuMemAllocAsync), managed memory and ranges over several allocations are refused by name.
 The first registration by descriptor calls ``prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY)``, as peers
 fetch it by pidfd_getfd: where Yama's scope is 1, every process of the same user may reach this one
-from then on.
+from then on.  Legacy handles take no such call; where a peer may not look into the owner it cannot
+see that a registration has ended, and asks the driver alone.
 """
 
 from __future__ import annotations
