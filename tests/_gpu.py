@@ -24,6 +24,7 @@ class RealDriver(Driver):
 
     def __init__(self, path: str) -> None:
         self.path, self.lib = path, ctypes.CDLL(path)
+        assert not hasattr(self.lib, "softcuda_count"), "that is the software driver"
 
 
 class Gpu:

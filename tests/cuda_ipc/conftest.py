@@ -30,9 +30,13 @@ def settings() -> dict[str, str]:
 
 @pytest.fixture
 def soft(
-    softcuda: Callable[..., str], settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    softcuda: Callable[..., str],
+    settings: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Gpu]:
     """The software driver, for tests that steer it or count its calls."""
+    assert not request.node.get_closest_marker("gpu"), "a test on a GPU asks for `gpu`"
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     yield from ended(softcuda())

@@ -105,7 +105,8 @@ class Builder:
             library,
             *self.objects,
             f"-Wl,--version-script={folder / 'map'}",
-            "-Wl,-soname,libcuda.so.1",
+            # Not the driver's: the loader would take it for that, whoever asks for that later.
+            "-Wl,-soname,libsoftcuda.so.1",
             "-Wl,-Bsymbolic",
             "-Wl,-z,defs",
             "-ldl",

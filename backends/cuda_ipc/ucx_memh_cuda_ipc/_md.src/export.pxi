@@ -95,8 +95,8 @@ cdef ucxm_status_t check_kind(const known_t *known, ucxm_error_t *error) noexcep
                b"memory of a pool without export (cuMemAllocAsync) cannot be shared")
     elif not known.legacy and (
             not known.handle_types & (CU_HANDLE_POSIX_FD | CU_HANDLE_FABRIC)):
-        why = (b"cuMemCreate without a POSIX descriptor or fabric handle type, or another process's "
-               b"memory: cannot be shared")
+        why = (b"cuMemCreate without a POSIX descriptor or fabric handle type, or memory of "
+               b"another process: cannot be shared")
     return UCXM_OK if why == NULL else ucxm_refuse(error, UCXM_ERR_UNSUPPORTED, why)
 
 
