@@ -317,11 +317,19 @@ class Window:
         the device would not end, nobody can say whether it works: revoke(rank) tries again.
         """
         self._grant(rank, "regrant")
-        if rank == self._rank:
-            self._ask(self._ranks[rank], rank)
-        self._offer(rank, timeout)
-        if rank == self._rank:
-            self._take(rank, timeout)
+        if rank != self._rank:
+            self._offer(rank, timeout)
+            return
+        # Without messages: of a failure in between one would be left for the next time.
+        assert self._md is not None
+        peer = self._ranks[rank]
+        self._drain(peer)
+        new = self._md.endpoint()
+        try:
+            self._use(peer, new, *self._renew(peer, new.address))
+        except BaseException:
+            new.close()
+            raise
 
     def refresh(self, rank: int, timeout: float | None = None) -> None:
         """Ask for a new key to the memory of `rank`, and wait for its regrant(this rank).
@@ -382,14 +390,16 @@ class Window:
         comm = self._comm
         self._rank: int = comm.Get_rank()
         self._left.free(comm.allgather(tuple(self._left.comms)))
-        self._agree("", lambda: _arguments(nbytes, backends))
-        words = (bool(revocable), None if backends is None else tuple(backends))
-        if len(set(comm.allgather(words))) > 1:
+        # Asked once: whatever they do when they are asked must not happen on one rank alone.
+        given: list[tuple[int, bool, tuple[str, ...] | None]] = []
+        self._agree("", lambda: given.append(_arguments(nbytes, revocable, backends)))
+        sizes, *same = zip(*comm.allgather(given[0]), strict=True)
+        if any(len(set(each)) > 1 for each in same):
             raise InvalidParamError(
                 "revocable and backends are not the same on all ranks", op="Window"
             )
-        self._revocable = bool(revocable)
-        self._sizes = tuple(comm.allgather(operator.index(nbytes)))
+        self._sizes: tuple[int, ...] = sizes
+        _, self._revocable, backends = given[0]
         reasons: list[str] = []
         for name in self._candidates(one_host, backends):
             try:
@@ -413,7 +423,9 @@ class Window:
         shared = self._comm.Split_type(one_host)
         near = min(self._comm.allgather(shared.Get_size())) == self._comm.Get_size()
         shared.Free()
-        known = self._comm.allgather([info.name for info in um.components()])
+        found: list[str] = []
+        self._agree("", lambda: found.extend(info.name for info in um.components()))
+        known = self._comm.allgather(found)
         first = NEAR if near else FAR
         order = [*first, "cma"] if self._revocable or not near else ["cma", *first]
         others = sorted({name for names in known for name in names} - set(order))
@@ -491,10 +503,10 @@ class Window:
 
         If a failure is of the call and not of the backend, on any rank, this is what all raise.
         """
-        mine: Exception | None = None
+        mine: BaseException | None = None
         try:
             act()
-        except Exception as error:
+        except BaseException as error:  # a signal's too: the others wait here
             mine = error.with_traceback(None)  # it would hold what is being taken down
         told = self._comm.allgather(None if mine is None else _failure(mine))
         failed = {rank: failure for rank, failure in enumerate(told) if failure is not None}
@@ -540,7 +552,7 @@ class Window:
     ) -> None:
         operation = self._begin(peer, rank, call, offset, *args)
         peer.pending.append(operation)
-        if len(peer.pending) >= LOOK and peer.pending[0].done:
+        if len(peer.pending) >= LOOK:
             self._reap(peer)
 
     def _fetch(
@@ -602,10 +614,14 @@ class Window:
         return RevokedError(f"{words} give a new one", op="Window", rank=rank)
 
     def _reap(self, peer: _Rank) -> None:
-        """Let go of what is done, without a wait."""
-        with peer.lock:
+        """Let go of what is done, without a wait: not for another thread's flush, either."""
+        if not peer.lock.acquire(blocking=False):
+            return
+        try:
             while peer.pending and peer.pending[0].done:
                 self._finish(peer)
+        finally:
+            peer.lock.release()
 
     def _drain(self, peer: _Rank) -> None:
         with peer.lock:
@@ -634,20 +650,27 @@ class Window:
         peer.asked = asked
 
     def _offer(self, rank: int, timeout: float | None) -> None:
-        assert self._md is not None and self._base is not None
-        peer = self._ranks[rank]
         address = self._receive(rank, ASK, timeout, "regrant")
+        try:
+            answer = self._renew(self._ranks[rank], address)
+        except BaseException as error:
+            self._send(_failure(error), rank, OFFER)
+            raise
+        self._send(answer, rank, OFFER)
+
+    def _renew(self, peer: _Rank, address: bytes) -> tuple[bytes, bytes]:
+        """A key for who is at `address`, and our end of its connection; its old key ends."""
+        assert self._md is not None and self._base is not None
         new: Endpoint | None = None
         grant: Memh | None = None
         try:
             new = self._md.endpoint()
             new.connect(address)
             grant = self._base.derive()
-            key = grant.mkey_pack()
+            answer = grant.mkey_pack(), new.address
             if peer.grant is not None and peer.grant.state < MemhState.REVOKED:
                 peer.grant.invalidate()
-        except Exception as error:
-            self._send(_failure(error), rank, OFFER)
+        except BaseException:
             for made in (new, grant):
                 if made is not None:
                     _end(made)
@@ -656,13 +679,12 @@ class Window:
         # Until it has our answer it may use the connection that it has, and ought to be refused
         # there, not to find nobody.  That it has asked says that the one before is not used.
         peer.grant, peer.theirs, peer.before = grant, new, peer.theirs
-        self._send((key, new.address), rank, OFFER)
         for gone in (old_grant, old):
             if gone is not None:
                 _end(gone)
+        return answer
 
     def _take(self, rank: int, timeout: float | None) -> None:
-        assert self._md is not None
         peer = self._ranks[rank]
         answer = self._receive(rank, OFFER, timeout, "refresh")
         new, peer.asked = peer.asked, None
@@ -671,12 +693,16 @@ class Window:
             if not isinstance(answer[0], bytes):
                 status, words = answer
                 raise error_from_status(status, "refresh", "", f"rank {rank}: {words}", rank=rank)
-            key, address = answer
-            new.connect(address)
-            rkey = self._md.rkey_unpack(key)
+            self._use(peer, new, *answer)
         except BaseException:
             new.close()
             raise
+
+    def _use(self, peer: _Rank, new: "Endpoint", key: bytes, address: bytes) -> None:
+        """From now on this key, over this connection."""
+        assert self._md is not None
+        new.connect(address)
+        rkey = self._md.rkey_unpack(key)
         old, old_rkey = peer.ours, peer.rkey
         peer.ours, peer.rkey, peer.revoked = new, rkey, False
         for gone in (old_rkey, old):
@@ -728,7 +754,10 @@ def _end(thing: "Memh | Rkey | Endpoint") -> None:
         end()
 
 
-def _arguments(nbytes: int, backends: Sequence[str] | None) -> None:
+def _arguments(
+    nbytes: int, revocable: bool, backends: Sequence[str] | None
+) -> tuple[int, bool, tuple[str, ...] | None]:
+    """What they say."""
     try:
         number = operator.index(nbytes)
     except TypeError:
@@ -736,16 +765,22 @@ def _arguments(nbytes: int, backends: Sequence[str] | None) -> None:
         raise InvalidParamError(words, op="Window") from None
     if not 0 <= number < 1 << 62:
         raise InvalidParamError(f"nbytes is at least 0, not {number}", op="Window")
+    try:
+        can_revoke = bool(revocable)
+    except (TypeError, ValueError):  # NumPy's arrays are neither
+        words = f"revocable is true or false, not {type(revocable).__name__}"
+        raise InvalidParamError(words, op="Window") from None
     if backends is None:
-        return
+        return number, can_revoke, None
     good = isinstance(backends, Sequence) and not isinstance(backends, str)
     if not good or not all(isinstance(name, str) for name in backends):
         raise InvalidParamError("backends is a sequence of names", op="Window")
     if not backends:
         raise InvalidParamError("backends names none", op="Window")
+    return number, can_revoke, tuple(backends)
 
 
-def _failure(error: Exception) -> Failure:
+def _failure(error: BaseException) -> Failure:
     """What another rank is told of it."""
     if isinstance(error, MemhError):
         return int(error.status), error.detail or str(error)

@@ -314,6 +314,35 @@ def renew():
             assert words == [b"before", b"under", b"way", b"still", b"after"], words
 
 
+def failed_regrant():
+    """What one regrant failed of is not told by the next one, to this rank or to another."""
+
+    class Full:
+        def derive(self):
+            raise um.NoMemoryError("no key left")
+
+    with um.mpi.Window(COMM, PAGE) as win:
+        base = win._base
+        for turn in range(3):
+            full = turn < 2
+            if ME == 0:
+                win._base = Full() if full else base
+                for rank in (0, 1):
+                    if full:
+                        raises(um.NoMemoryError, lambda r=rank: win.regrant(r, WAIT), "no key left")
+                    else:
+                        win.regrant(rank, WAIT)
+            elif ME == 1 and full:
+                raises(um.NoMemoryError, lambda: win.refresh(0, WAIT), "rank 0: no key left")
+            elif ME == 1:
+                win.refresh(0, WAIT)
+            win.put(0, bytes([turn + 1]) * 8, 8 * ME)  # the key that it has
+            win.fence()
+        win._base = base
+        if ME == 0:
+            assert bytes(win.local[: 8 * SIZE]) == bytes([3]) * 8 * SIZE
+
+
 def late():
     """A stream of writes is under way when it is revoked: no byte changes afterwards."""
     length, chunk = 1 << 20, 1 << 16
@@ -407,6 +436,38 @@ def one_fails():
     )
     for call in different:
         raises(um.InvalidParamError, call, "not the same on all ranks")
+    # What goes wrong in asking, too, and no rank waits for the others.
+    neither = np.array([True, False])
+    error = raises(
+        um.InvalidParamError, lambda: um.mpi.Window(COMM, PAGE, neither if ME == 1 else True)
+    )
+    assert ME == 1 or error.context["rank"] == 1
+
+    class Once:
+        asked = 0
+
+        def __index__(self):
+            self.asked += 1
+            assert self.asked == 1
+            return PAGE
+
+    um.mpi.Window(COMM, Once() if ME == 1 else PAGE).close()
+    real = um.components
+
+    def components():
+        if ME == 3:
+            raise OSError("no folder of plugins")
+        return real()
+
+    um.components = components
+    try:
+        um.mpi.Window(COMM, PAGE)
+    except OSError as error:
+        words = "no folder of plugins" if ME == 3 else "rank=3"
+        assert words in str(error), str(error)
+    else:
+        raise AssertionError("no OSError")
+    um.components = real
     for names in ("ib_mlx5", [], [1], ["nothing"], 5):
         raises(um.InvalidParamError, lambda n=names: um.mpi.Window(COMM, PAGE, backends=n))
     for comm in (None, MPI.COMM_NULL, "world"):

@@ -18,6 +18,7 @@ PROGRAMS = [
     "each_other",
     "regrant",
     "renew",
+    "failed_regrant",
     "late",
     "unsupported",
     "one_fails",
