@@ -14,19 +14,17 @@ end, and the readers go on with the next one.  Status 1 if anything is not as it
 
 import argparse
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from device import announce
-from link import PATIENCE, Link, accept, add_hosts, listen, pair, reach
-from timeline import Bar, Mark, draw
+from link import PATIENCE, Link, accept, add_hosts, listen, pair, reach, run, spawn
+from timeline import Bar, Mark, draw, picture_path
 
 import ucx_memh as um
 
@@ -357,11 +355,11 @@ class ReaderProcess:
 
     def bereaved(self) -> None:
         """The owner was killed between our unpack and this read; then be ready for the next."""
-        rkey, _request = self.kept[0]
-        try:
-            self.read(rkey)
-        except GONE:
-            self.counts["reads from the dead refused"] += 1
+        for rkey, _request in self.kept[:1]:  # none, if it was killed before its time
+            try:
+                self.read(rkey)
+            except GONE:
+                self.counts["reads from the dead refused"] += 1
         self.endpoint.reset()
 
 
@@ -378,9 +376,7 @@ def read(links: list[Link], args: argparse.Namespace) -> None:
 
 def start(target: Callable, links: list[Link], *args: object) -> BaseProcess:
     """A process that has these ends of links, which are not ours any more."""
-    # Spawned: a forked child could not use what we have opened.
-    process = get_context("spawn").Process(target=target, args=(links, *args), daemon=True)
-    process.start()
+    process = spawn(target, links, *args)
     for link in links:
         link.close()
     return process
@@ -509,7 +505,7 @@ def arguments() -> argparse.Namespace:
     late = "times that each reader is late without having been told (%(default)s)"
     option("--late", type=int, default=50, metavar="N", help=late)
     option("--no-revoke", action="store_true", help="keys outlive leases: see what goes wrong")
-    option("--picture", type=Path, metavar="SVG", help="draw who had what block when")
+    option("--picture", type=picture_path, metavar="SVG", help="draw who had what block when")
     add_hosts(parser, "the readers")
     args = parser.parse_args()
     if args.readers < 2:
@@ -523,4 +519,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(arguments()))
+    run(lambda: main(arguments()))

@@ -8,13 +8,17 @@ and not attackers; keys go over it in plain text, so use a network that you trus
 
 import argparse
 import json
+import signal
 import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -98,6 +102,42 @@ def pair() -> tuple[Link, Link]:
     """Both ends, for processes of this host."""
     ours, theirs = socket.socketpair()
     return Link(ours), Link(theirs)
+
+
+def spawn(target: Callable, *args: object) -> BaseProcess:
+    """A process that is started, and ends with us."""
+    # Spawned: a forked child could not use what we have opened.
+    process = get_context("spawn").Process(target=_child, args=(target, *args), daemon=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it has that from us: we end it
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return process
+
+
+def _child(target: Callable, *args: object) -> None:
+    try:
+        target(*args)
+    except MemoryError as error:
+        raise SystemExit(str(error)) from None
+    except (EOFError, ConnectionError) as error:
+        if isinstance(error, um.MemhError):
+            raise
+        raise SystemExit(1) from None  # who started us notices, too, and says it
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """End with the status of main(), or with one line if others have ended it."""
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except (EOFError, ConnectionError, TimeoutError) as error:
+        if isinstance(error, um.MemhError):
+            raise
+        why = str(error) or "it closed its link"
+        raise SystemExit(f"another process of ours is gone: {why}") from None
 
 
 def listen(address: Address) -> socket.socket:

@@ -4,6 +4,7 @@
 The examples draw what they measured with it (--picture).
 """
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -12,6 +13,14 @@ from typing import NamedTuple
 
 WIDTH, LEFT, ROW = 680, 64, 24
 COLOURS = ("#4c78a8", "#54a24b", "#b279a2", "#eeca3b", "#9d755d")
+
+
+def picture_path(text: str) -> Path:
+    """For argparse: found out before the work and not after it."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArgumentTypeError(f"no file can be {text!r}")
+    return path
 
 
 class Bar(NamedTuple):

@@ -14,15 +14,13 @@ writes on with its old keys: nothing of that arrives.  The result must be NumPy'
 
 import argparse
 import signal
-import sys
 import time
 from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from world import GONE, Launcher, RanksLost, World, parse, parser
+from world import GONE, Launcher, RanksLost, World, parse, parser, run
 
 import ucx_memh as um
 
@@ -176,6 +174,8 @@ def program(world: World, args: argparse.Namespace) -> dict[str, Any]:
             stencil.run()
             break
         except RanksLost as error:
+            if len(world.alive) < world.size - bool(args.fail):
+                raise  # there is no room for their rows, or no copy of them
             lost = error.ranks
     if args.fail == "hang":
         world.tell("done")
@@ -296,7 +296,9 @@ def picture(args: argparse.Namespace, notes: dict[int, list], fate: list) -> Non
     print(f"wrote {args.picture}")
 
 
-if __name__ == "__main__":
+def arguments() -> argparse.Namespace:
+    from timeline import picture_path
+
     options = parser(__doc__)
     option = options.add_argument
     option("--rows", type=int, default=240, metavar="N", help="(%(default)s)")
@@ -305,7 +307,7 @@ if __name__ == "__main__":
     option("--every", type=int, default=8, metavar="N", help="steps to a checkpoint (%(default)s)")
     option("--fail", choices=["kill", "hang"], help="lose a rank in the middle, in this way")
     option("--victim", type=int, metavar="RANK", help="which one (default: the last)")
-    option("--picture", type=Path, metavar="SVG", help="draw what each rank did when")
+    option("--picture", type=picture_path, metavar="SVG", help="draw what each rank did when")
     args = parse(options, ["rows", "columns", "steps", "every"], program)
     args.victim = args.ranks - 1 if args.victim is None else args.victim
     args.at = args.steps // 2
@@ -317,4 +319,8 @@ if __name__ == "__main__":
         options.error("--picture needs one clock, which two hosts do not have")
     if args.rows < args.ranks or args.columns < 3:
         options.error("the grid needs a row for each rank, and 3 columns")
-    sys.exit(main(args))
+    return args
+
+
+if __name__ == "__main__":
+    run(lambda: main(arguments()))

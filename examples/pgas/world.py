@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import prod
-from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ import ucx_memh as um
 # What all examples have is one folder up.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from device import announce
-from link import PATIENCE, Link, accept, add_hosts, listen, pair, reach
+from link import PATIENCE, Link, accept, add_hosts, listen, pair, reach, spawn
+from link import run as run
 
 RIGHTS = um.MemFlag.REMOTE_GET | um.MemFlag.REMOTE_PUT | um.MemFlag.REMOTE_ATOMIC
 # What an access to a rank that is no more may give; the next barrier says who it is.
@@ -180,14 +180,10 @@ class Host:
     """Ranks on this host, each a process with its end of a link to the launcher."""
 
     def __init__(self, program: Callable, args: argparse.Namespace, links: dict[int, Link]) -> None:
-        context = get_context("spawn")  # a forked child could not use what we have opened
-        self._processes = {
-            rank: context.Process(target=_run, args=(program, rank, link, args), daemon=True)
-            for rank, link in links.items()
-        }
-        for rank, process in self._processes.items():
-            process.start()
-            links[rank].close()
+        self._processes = {}
+        for rank, link in links.items():
+            self._processes[rank] = spawn(_run, program, rank, link, args)
+            link.close()
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self._processes[rank].pid, number)
@@ -195,6 +191,7 @@ class Host:
     def kill(self) -> None:
         for process in self._processes.values():
             process.kill()
+        for process in self._processes.values():
             process.join()
 
 
@@ -263,7 +260,8 @@ class Launcher:
             values, self._gathered = list(self._gathered.items()), {}
             for link, rank in self._links.items():
                 if rank in self.alive:
-                    link.send((sorted(self.alive), values))
+                    with suppress(ConnectionError):  # its end is heard next, and then it is lost
+                        link.send((sorted(self.alive), values))
 
     def lose(self, rank: int) -> None:
         """It does not take part any more, whether it knows or not."""
@@ -298,9 +296,12 @@ class Launcher:
 
 def _run(program: Callable, rank: int, link: Link, args: argparse.Namespace) -> None:
     """A rank's process."""
-    world = World(rank, link, args)
-    result = program(world, args)
-    world.barrier()  # somebody may still read our heap
+    try:
+        world = World(rank, link, args)
+        result = program(world, args)
+        world.barrier()  # somebody may still read our heap
+    except (RanksLost, *GONE) as error:  # and this program does not go on without them
+        raise SystemExit(f"rank {rank} gives up: {error}") from None
     link.send(("result", result))
     world.close()
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """examples/kv_leases.py: what it prints is so, and it notices when it is not."""
 
+import os
 import re
+import signal
 import xml.etree.ElementTree as ET
 from functools import partial
 from importlib.util import find_spec
@@ -13,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not find_spec("ucx_memh_ib_mlx5"), reason="ib_mlx5 was left out"),
 ]
 SMALL = ("--leases", "400", "--blocks", "32", "--block-size", "1024", "--late", "4")
+LONG = ("--leases", "40000", "--blocks", "64", "--block-size", "1024")
 
 
 @pytest.fixture
@@ -38,6 +41,22 @@ def test_late_readers_get_an_error_and_nothing_else(leases, readers):
     assert figure(text, r"owner killed: (\d+) reads refused") == readers
     assert figure(text, r"next owner (\d+) old keys refused") == readers
     assert figure(text, r"(\d+) leases/s") > 100
+
+
+@pytest.mark.parametrize("which", range(4), ids=["reader", "reader", "owner", "next owner"])
+def test_a_process_that_is_lost_is_said_in_one_line(interrupted, which):
+    status, _said, errors = interrupted(
+        lambda _process, pids: os.kill(pids[which], signal.SIGKILL), "kv_leases", *LONG
+    )
+    assert (status, errors.count("\n")) == (1, 1), errors
+    assert errors.startswith("another process of ours is gone: ")
+
+
+def test_an_interrupt_ends_it_without_a_word(interrupted):
+    status, _said, errors = interrupted(
+        lambda process, _pids: os.killpg(process.pid, signal.SIGINT), "kv_leases", *LONG
+    )
+    assert (status, errors) == (130, "")
 
 
 def test_the_checks_fail_where_keys_outlive_their_leases(leases):
@@ -76,6 +95,7 @@ def test_readers_of_another_host(two_hosts):
         (["--block-size", "100"], "--block-size must be a multiple of 64"),
         (["--backend", "cma"], "cma has no derived keys, so no lease can end"),
         (["--backend", "nobody"], "no component 'nobody'"),
+        (["--picture", "/nowhere/x.svg"], "no file can be '/nowhere/x.svg'"),
         (["--listen", "7000"], "want HOST:PORT, not '7000'"),
         (["--connect", "here:port"], "want HOST:PORT, not 'here:port'"),
         (["--connect", "[::1]:1", "--listen", "[::1]:1"], "not allowed with argument --connect"),

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """examples/pgas: what comes out is NumPy's, also when a rank is lost in the middle."""
 
+import os
 import re
+import shutil
+import signal
 import xml.etree.ElementTree as ET
 from importlib.util import find_spec
 
@@ -94,6 +97,7 @@ def test_the_picture_shows_the_revocations(pgas, tmp_path):
         ("stencil", ["--ranks", "1", "--fail", "kill"], "--fail needs at least 2 ranks"),
         ("stencil", ["--victim", "4"], "there is no rank 4"),
         ("stencil", ["--rows", "3"], "the grid needs a row for each rank"),
+        ("stencil", ["--picture", "."], "no file can be '.'"),
         ("stencil", ["--fail", "sleep"], "invalid choice: 'sleep'"),
         ("stencil", ["--backend", "cma"], "cma has no derived keys"),
         ("stencil", ["--picture", "x.svg", "--listen", "[::1]:1"], "--picture needs one clock"),
@@ -105,10 +109,56 @@ def test_wrong_arguments(pgas, program, args, said):
     assert pgas(program, *args, stderr=f"usage: .*error: .*{said}.*\n")[0] == 2
 
 
-def test_a_heap_that_is_too_small_says_so(pgas):
-    status, text = pgas("gups", "--heap", "4096", stderr=".*MemoryError: the heap has 4096 bytes.*")
+@pytest.mark.parametrize("program", ["gups", "histogram"])
+def test_a_heap_that_is_too_small_says_so(pgas, program):
+    said = "(the heap has 64 bytes, and they are used up\n){4}"
+    status, text = pgas(program, "--heap", "64", stderr=said)
     assert status == 1
-    assert "FAILED: a rank failed" in text
+    assert "FAILED: a rank failed" in text and "0 of 2 checks hold" in text
+
+
+LONG = {
+    "gups": ("--updates", "100000"),
+    "stencil": ("--steps", "5000"),
+}
+
+
+@pytest.mark.parametrize("program", LONG)
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_rank_that_dies_unasked_fails_the_program_in_few_words(interrupted, program, victim):
+    status, said, errors = interrupted(
+        lambda _process, pids: os.kill(pids[victim], signal.SIGKILL),
+        f"pgas/{program}",
+        *LONG[program],
+    )
+    assert status == 1 and "FAILED: a rank failed" in said and "0 of 2 checks hold" in said
+    assert re.fullmatch(r"(rank \d gives up: .*\n){3}", errors), errors
+
+
+@pytest.mark.parametrize("program", LONG)
+def test_an_interrupt_ends_it(interrupted, program):
+    status, _said, errors = interrupted(
+        lambda process, _pids: os.killpg(process.pid, signal.SIGINT),
+        f"pgas/{program}",
+        *LONG[program],
+    )
+    assert status == 130
+    assert "Traceback" not in errors
+
+
+def test_a_lost_update_is_noticed(root, python, tmp_path):
+    """GUPS with one update of 2000 left out, by one rank."""
+    shutil.copytree(root / "examples", tmp_path / "examples")
+    world = tmp_path / "examples/pgas/world.py"
+    first = "ranks, places = np.divmod(indices, self.block)"
+    text = world.read_text()
+    assert text.count(first) == 1
+    lose = "if self.part.world.rank == 1: indices, values = indices[1:], values[1:]\n        "
+    world.write_text(text.replace(first, lose + first))
+    done = python(tmp_path / "examples/pgas/gups.py", *SMALL["gups"], check=False)
+    assert done.returncode == 1, done.stderr
+    assert "words that differ from NumPy's: 1\n" in done.stdout
+    assert "FAILED: the table is not NumPy's" in done.stdout
 
 
 def test_the_tutorial_shows_what_it_prints(pgas, root, words):
