@@ -144,7 +144,8 @@ class Window:
                 "ucx_memh.mpi needs mpi4py: install ucx_memh[mpi]", name="mpi4py"
             ) from error
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
-            raise TypeError(f"want an intracommunicator of mpi4py, not {comm!r}")
+            what = "one that was freed, or never was" if comm == MPI.COMM_NULL else repr(comm)
+            raise TypeError(f"want an intracommunicator of mpi4py, not {what}")
         self._closed = True  # until it is made
         self._left = _Left.of(comm)
         self._comm = comm.Dup()

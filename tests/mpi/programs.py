@@ -470,13 +470,28 @@ def one_fails():
     um.components = real
     for names in ("ib_mlx5", [], [1], ["nothing"], 5):
         raises(um.InvalidParamError, lambda n=names: um.mpi.Window(COMM, PAGE, backends=n))
-    for comm in (None, MPI.COMM_NULL, "world"):
+    freed = COMM.Dup()
+    freed.Free()
+    one = COMM.Split(ME % 2, ME)  # of every second rank
+    inter = one.Create_intercomm(0, COMM, 1 - ME % 2)
+    wrong = ((None, "None"), (freed, "freed"), (MPI.COMM_NULL, "freed"), (inter, "Intercomm"))
+    for comm, word in (*wrong, ("world", "'world'")):
         try:
             um.mpi.Window(comm, PAGE)
         except TypeError as error:
-            assert "intracommunicator" in str(error)
+            assert "intracommunicator" in str(error) and word in str(error), error
         else:
             raise AssertionError("no TypeError")
+    inter.Free()
+    # Communicators that are not all of the world, at the same time.
+    with um.mpi.Window(one, 8) as few, um.mpi.Window(MPI.COMM_SELF, 8) as alone:
+        few.put(1 - few.rank, bytes([ME + 1]) * 8)
+        alone.put(0, bytes([ME + 1]) * 8)
+        few.fence()
+        alone.fence()
+        assert bytes(few.local) == bytes([(ME ^ 2) + 1]) * 8
+        assert bytes(alone.local) == bytes([ME + 1]) * 8
+    one.Free()
     um.mpi.Window(COMM, PAGE).close()
 
 
