@@ -4,6 +4,8 @@
 tests/plugins has what it writes.
 """
 
+import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,19 @@ def test_what_is_there_already(refused, tmp_path, make):
     project = tmp_path / "ucx-memh-my-own"
     project.symlink_to("nowhere") if make == "link" else getattr(project, make)()
     refused("my_own", f"{project} is there already")
+
+
+@pytest.mark.parametrize("into", ["", "two words", "it's"])
+def test_the_commands_that_it_names_can_be_given_to_a_shell(tmp_path, monkeypatch, capsys, into):
+    """And pip takes what has a slash for a folder; it would ask an index for anything else."""
+    monkeypatch.chdir(tmp_path)
+    Path(into).mkdir(exist_ok=True)
+    assert main(["new-backend", "mine", "--into", into]) == 0
+    install, _, test = map(shlex.split, capsys.readouterr().out.splitlines()[1:])
+    project = os.path.join(".", into, "ucx-memh-mine")
+    assert install == ["pip", "install", "--no-build-isolation", f"{project}[test]"]
+    assert test == ["python", "-m", "pytest", project]
+    assert os.path.isdir(project)
 
 
 def test_no_folder_to_write_to(refused, tmp_path):

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = ["pluggy", "pytest", "iniconfig", "packaging", "pygments"]  # there, at run time
+# There, at run time; and what a backend is built with.
+NEEDED = ["pluggy", "pytest", "iniconfig", "packaging", "pygments", "setuptools"]
 
 
 class Place:

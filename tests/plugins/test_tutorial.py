@@ -34,10 +34,8 @@ def shell(place):
         program, *args = shlex.split(command)
         if program == "python":
             return place.run(*args)
-        # pip, which would ask the network for what is there
-        assert (program, args[0], args[-1]) == ("pip", "install", f"{project.name}[test]")
-        place.pip("install", place.build(project))
-        return ""
+        assert program == "pip"
+        return place.pip(*args)
 
     yield run
     place.pip("uninstall", "--yes", "ucx-memh-mine")

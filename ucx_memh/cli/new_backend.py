@@ -10,6 +10,7 @@ import argparse
 import keyword
 import os
 import re
+import shlex
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,11 +38,12 @@ def run(args: argparse.Namespace) -> int:
     if os.path.lexists(project):
         raise um.InvalidParamError(f"{project} is there already")
     write(project, args.name, EXAMPLES[args.cython])
+    there = os.path.join(os.curdir, project)  # without a slash pip would ask an index for it
     print(
         f"wrote {project}; next:\n"
-        f"  pip install --no-build-isolation '{project}[test]'\n"
+        f"  pip install --no-build-isolation {shlex.quote(f'{there}[test]')}\n"
         f"  python -m ucx_memh info\n"
-        f"  python -m pytest {project}"
+        f"  python -m pytest {shlex.quote(there)}"
     )
     return 0
 
