@@ -122,8 +122,7 @@ soft 1
   context = 0 (default)
       a whole number: an address
 
-none
-  no settings
+none: broken (why)
 
 set, but no setting of a component:
   UCX_MEMH_SOFT_DEPHT
@@ -192,6 +191,71 @@ def test_each_in_a_process_of_its_own(plugged, python):
     assert found["cma"][0] == "available"
     text = python("-m", "ucx_memh", "info", "--isolate").stdout
     assert "aborts 1.5: broken (it ended its process: SIGABRT" in text
+
+
+OPENS = """
+from ucx_memh import MdResource
+@hookimpl
+def ucx_memh_query_mds(component, config):
+    return [MdResource("{name}", "one")]
+@hookimpl
+def ucx_memh_open_md(resource, config):
+    raise SystemExit("no more")
+"""
+
+
+def test_one_that_exits_when_it_is_opened(plugged, python):
+    """The rest of the list is there."""
+    plugged({"a": PLUGIN + OPENS})
+    report = json.loads(python("-m", "ucx_memh", "info", "--json").stdout)
+    devices = {component["name"]: component["devices"] for component in report["components"]}
+    assert "its plugin failed: SystemExit: no more" in devices["a"][0]["error"]
+    assert "flags" in devices["cma"][0]
+
+
+def test_isolated_from_all_that_they_do(plugged, python, tmp_path):
+    """Bytes that are no text, a signal without a name, and a process that it leaves behind, which
+    keeps its outputs open until we have the answer."""
+    os.mkfifo(tmp_path / "go")
+    daemon = f"import os\nif not os.fork():\n    open('{tmp_path}/go', 'rb'); os._exit(0)\n"
+    plugged(
+        {
+            "bytes": "import os; os.write(1, b'\\xff'); os.write(2, b'\\xff')\n" + PLUGIN,
+            "rtsig": "import os; os.kill(os.getpid(), 40)",
+            "daemon": daemon + PLUGIN,
+        }
+    )
+    try:
+        found = told(python("-m", "ucx_memh", "info", "--isolate", "--json", "--timeout", "30"))
+    finally:
+        os.close(os.open(tmp_path / "go", os.O_RDWR))  # it has a reader and a writer: all go on
+    assert found["bytes"] == found["daemon"] == ("unavailable", "it has no device")
+    assert found["rtsig"] == ("broken", "it ended its process: signal 40")
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_a_wrong_timeout(capsys, seconds):
+    with pytest.raises(SystemExit):
+        cli.main(["info", "--isolate", f"--timeout={seconds}"])
+    assert f"want a number of seconds above 0, not '{seconds}'" in capsys.readouterr().err
+
+
+def test_a_reason_that_is_no_text(plugged, python):
+    """The name of a file, say; some terminals take no such thing."""
+    plugged({"odd": "raise RuntimeError('\\udcff')"})
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    said = python("-m", "ucx_memh", "info", "--component", "odd", env=env).stdout
+    assert "odd 1.5: broken (RuntimeError: \\udcff)" in said
+
+
+def test_a_name_that_nobody_has(monkeypatch, python):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", "ib_mlx")
+    said = python("-m", "ucx_memh", "info").stdout
+    why = "UCX_MEMH_BACKENDS names it, and nothing of that name is installed"
+    assert f"\nib_mlx: unavailable ({why})\n" in said
+    assert "ib_mlx5 0.1.0: hidden (UCX_MEMH_BACKENDS leaves it out, and names ib_mlx, " in said
+    done = python("-m", "ucx_memh", "info", "--component", "ib_mlx", "--config")
+    assert f"ib_mlx: unavailable ({why})" in done.stdout
 
 
 def test_one_that_never_answers(plugged, python):

@@ -47,6 +47,12 @@ def test_a_name_that_is_taken(refused, tmp_path, monkeypatch):
     refused("there", "there is a package ucx_memh_there already")
 
 
+def test_a_name_that_was_asked_for_before_it_was_written(tmp_path, python, monkeypatch):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", "mine")
+    python("-m", "ucx_memh", "new-backend", "mine", "--into", tmp_path)
+    assert (tmp_path / "ucx-memh-mine").is_dir()
+
+
 @pytest.mark.parametrize("make", ["mkdir", "touch", "link"])
 def test_what_is_there_already(refused, tmp_path, make):
     project = tmp_path / "ucx-memh-my-own"

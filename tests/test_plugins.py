@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Loading plugins: each fails alone, is tried once, and its reason is kept."""
 
+import importlib
 import os
 import sys
 import threading
@@ -203,6 +204,8 @@ BROKEN = {
         GOOD.replace('"{name}"', '"other"'),
         "its entry point is named a, and its components are: other",
     ),
+    "a name that is no text": (GOOD.replace('"{name}"', "7"), "which is not named by text"),
+    "a version that is no text": (GOOD.replace('"3.2"', "3.2"), "which is not named by text"),
     "an option that is taken": (GOOD.replace('"speed"', '"prefer"'), "which open_md() needs"),
     "hookimpl forgotten": (GOOD + "\ndef ucx_memh_query_mds(): pass", "is not seen as a hook"),
 }
@@ -277,6 +280,82 @@ def test_a_plugin_that_asks_back(install, monkeypatch):
     monkeypatch.setattr(sys, "plugins", plugins, raising=False)
     assert states(plugins) == {"a": "broken", "z": "unprobed"}
     assert "BusyError" in reason(plugins, "a")
+
+
+@pytest.mark.parametrize("hooks", ["", GOOD])
+def test_a_plugin_that_is_asked_for_in_the_middle_of_its_own_import(install, monkeypatch, hooks):
+    """It was imported by somebody else: that is no fault of it, and so it is not kept as one."""
+    ask = "\ntry: sys.plugins.open_md('a', {{}})\nexcept Exception as error: told = error\n"
+    plugins = install({"a": "import sys\n" + hooks + ask + GOOD})
+    monkeypatch.setattr(sys, "plugins", plugins, raising=False)
+    told = importlib.import_module("other_dist_a").told
+    assert isinstance(told, um.BusyError) and "while it was being imported" in str(told)
+    assert plugins.open_md("a", {}).by == "a"
+
+
+def test_two_components_of_a_module_that_replaces_itself(install):
+    both = """
+import sys
+from ucx_memh.hookspecs import hookimpl
+from ucx_memh import Component, MdResource
+
+class Plugin:
+    @hookimpl
+    def ucx_memh_components(self):
+        return [Component("a"), Component("b")]
+
+    @hookimpl
+    def ucx_memh_query_mds(self, component, config):
+        return [MdResource(component, "one")]
+
+sys.modules["other_dist_a"] = sys.modules["other_dist_b"] = Plugin()
+"""
+    plugins = install({"a": both, "b": both})
+    assert states(plugins) == {"a": "unprobed", "b": "unprobed"}
+    assert [str(md) for md in plugins.query_mds(None, {})] == ["a/one", "b/one"]
+
+
+def test_options_from_a_generator(install):
+    source = GOOD.replace("options=(", "options=iter((").replace("),))]", "),)))]")
+    plugins = install({"a": source})
+    assert plugins.open_md("a", {}).config == {"speed": 4}
+    assert [option.name for option in plugins.components()[0].options] == ["speed"]
+
+
+def test_an_entry_point_that_is_no_module(install, tmp_path):
+    plugins = install({"z": GOOD})
+    (tmp_path / "other_dist-1.5.dist-info/entry_points.txt").write_text(
+        "[ucx_memh]\na = not a module!\nb =\nz = other_dist_z [extra]\n"
+    )
+    assert states(plugins) == {"a": "broken", "b": "broken", "z": "unprobed"}
+    assert reason(plugins, "a") == "its entry point is 'not a module!', which is no module's name"
+    assert plugins.open_md("z", {}).by == "z"
+
+
+def test_a_distribution_without_metadata(install, tmp_path):
+    plugins = install({"a": GOOD})
+    (tmp_path / "other_dist-1.5.dist-info/METADATA").unlink()
+    (info,) = plugins.components(load=True)
+    assert (info.name, info.state, info.origin) == ("a", "unprobed", "")
+
+
+def test_a_damaged_distribution_of_others_hides_nobody(python, tmp_path, monkeypatch):
+    """importlib.metadata would give none at all."""
+    for name, text in {"cut": b"[console_scripts]\njunk", "odd": b"[x]\ny = \xff"}.items():
+        folder = tmp_path / "packages" / f"{name}-1.0.dist-info"
+        folder.mkdir(parents=True)
+        (folder / "entry_points.txt").write_bytes(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    code = (
+        "import logging, sys, ucx_memh as um; logging.basicConfig(stream=sys.stdout)\n"
+        "print(*(info.name for info in um.components()))"
+    )
+    *told, names = python("-c", code).stdout.splitlines()
+    assert names.split() == [info.name for info in um.components()]
+    assert sorted({line.partition("packages/")[2].partition(":")[0] for line in told}) == [
+        "cut-1.0.dist-info cannot be read",
+        "odd-1.0.dist-info cannot be read",
+    ]
 
 
 def test_a_child_forked_during_discovery(peer):
@@ -386,15 +465,16 @@ def test_built_in_wins_a_clash(install):
     assert clash.reason == "the name is taken by ucx_memh_cma (ucx-memh 1.5)"
     assert plugins.open_md("cma", {}).by == "cma"
     assert [str(device) for device in plugins.query_mds("cma", {})] == ["cma/one", "cma/two"]
-    for prefer in ("aaa", "aaa_cma"):
+    for prefer in ("aaa", "AAA", "aaa_cma"):
         assert plugins.open_md("cma", {"prefer": prefer}).by == "thief"
         assert plugins.open_md(um.MdResource("cma", "one"), {"prefer": prefer}).by == "thief"
         assert len(plugins.query_mds("cma", {"prefer": prefer})) == 2
     assert plugins.open_md("cma", {}).by == "cma"
     assert [info.state for info in plugins.components()] == ["available", "unprobed", "hidden"]
     for call in (plugins.query_mds, plugins.open_md):
-        with pytest.raises(um.InvalidParamError, match=r"no component 'cma' of 'bbb'; there is: "):
-            call("cma", {"prefer": "bbb"})
+        for prefer in ("bbb", "", 7):
+            with pytest.raises(um.InvalidParamError, match=f"'cma' of {prefer!r}; there is: "):
+                call("cma", {"prefer": prefer})
 
 
 def test_a_clash_of_two_plugins_is_an_error_that_names_both(install, monkeypatch):
@@ -435,12 +515,49 @@ def test_the_environment_chooses(install, monkeypatch, caplog, choice, usable):
     assert {md.component for md in plugins.query_mds(None, {})} == set(usable.split())
     for name in set("abc") - set(usable.split()):
         assert f"other_dist_{name}" not in sys.modules
-        assert reason(plugins, name) == "UCX_MEMH_BACKENDS leaves it out"
+        assert reason(plugins, name).startswith("UCX_MEMH_BACKENDS leaves it out")
         for config in ({}, {"prefer": "other_dist"}):
             with pytest.raises(um.MemhError):
                 plugins.open_md(name, config)
     told = "UCX_MEMH_BACKENDS names nobody, and nothing of that name is installed"
     assert (told in caplog.messages) == (choice == "nobody")
+
+
+@pytest.mark.parametrize("choice", ["nobdy", "a,nobdy", "nobdy@x", "a@other_dist,nobdy@x,^b"])
+def test_a_name_that_nobody_has_is_told(install, monkeypatch, choice):
+    """To who lists the components, and to who opens it or what it leaves out."""
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", choice)
+    plugins = install({"a": GOOD, "b": GOOD})
+    why = "UCX_MEMH_BACKENDS names it, and nothing of that name is installed"
+    listed = {info.name: (info.state, info.reason) for info in plugins.components()}
+    assert listed["nobdy"] == ("unavailable", why)
+    for call in (plugins.open_md, plugins.query_mds):
+        with pytest.raises(um.NoDeviceError, match=why):
+            call("nobdy", {})
+    if choice == "nobdy":
+        with pytest.raises(um.NoDeviceError, match="leaves it out, and names nobdy, of which noth"):
+            plugins.open_md("b", {})
+
+
+def test_who_leaves_out_what_is_not_there_has_what_he_wants(install, monkeypatch):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", "^nobody")
+    assert states(install({"a": GOOD})) == {"a": "unprobed"}
+
+
+@pytest.mark.parametrize("item", ["+", "^", "@x", "a@", "+a=", "+.", "+="])
+def test_an_item_that_names_nothing_is_told(install, monkeypatch, item):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", item)
+    plugins = install({"a": GOOD})
+    assert states(plugins) == {"a": "unprobed", item: "broken"}
+    assert reason(plugins, item) == f"UCX_MEMH_BACKENDS has {item!r}, which names nothing"
+
+
+@pytest.mark.parametrize("origin", ["ucx-memh", "ucx_memh", "UCX.memh"])
+def test_distributions_are_named_as_pip_names_them(install, monkeypatch, origin):
+    monkeypatch.setenv("UCX_MEMH_BACKENDS", f"cma@{origin}")
+    plugins = install({"cma": GOOD}, dist="ucx_memh")
+    assert plugins.open_md("cma", {}).by == "cma"
+    assert plugins.open_md("cma", {"prefer": origin}).by == "cma"
 
 
 def test_the_environment_settles_a_clash(install, monkeypatch):
@@ -512,6 +629,9 @@ def test_wrong_spec(install, spec):
         ("return None", "unavailable", "it has no device"),
         ("1 / 0", "broken", "ZeroDivisionError: division by zero"),
         ("raise SystemExit", "broken", "SystemExit"),
+        ("raise type('Panic', (BaseException,), {{}})('rust')", "broken", "Panic: rust"),
+        ("return [MdResource('a', 1)]", "broken", "which is not named by text"),
+        ("yield 7", "broken", "which is no device of its own"),
         ("return ['one']", "broken", "gave 'one', which is no device of its own"),
         ("return [MdResource('z', 'one')]", "broken", "which is no device of its own"),
         ("return 7", "broken", "TypeError"),
@@ -565,6 +685,24 @@ def test_open_errors_come_through(install):
     )
     with pytest.raises(um.NoDeviceError, match="gone"):
         install({"a": source}).open_md("a", {})
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "SystemExit", "GeneratorExit"])
+def test_open_fails_and_takes_nobody_along(install, error):
+    source = GOOD + f"\n@hookimpl\ndef ucx_memh_open_md(resource, config): raise {error}('no\\nw')"
+    with pytest.raises(um.DeviceError) as caught:
+        install({"a": source}).open_md("a", {})
+    assert (caught.value.component, caught.value.op) == ("a", "open_md")
+    assert caught.value.detail == f"its plugin failed: {error}: no w"
+    assert type(caught.value.__cause__).__name__ == error
+
+
+def test_an_interrupt_comes_through(install):
+    hooks = "\n@hookimpl\ndef ucx_memh_open_md(resource, config): raise KeyboardInterrupt"
+    plugins = install({"a": GOOD + hooks, "b": GOOD + QUERY + "raise KeyboardInterrupt"})
+    for name in "ab":
+        with pytest.raises(KeyboardInterrupt):
+            plugins.open_md(name, {})
 
 
 def test_a_wrapping_plugin_sees_every_call(install, caplog):

@@ -14,17 +14,21 @@ UCX_MEMH_BACKENDS chooses.  UCX_MEMH_BACKENDS is a list, with commas, of
     name@origin     of those with this name the one of this distribution or module
     +path           and a plugin that is not installed, a file or a module; it wins a clash;
     +name=path      its name is the last part of its path if it has no other
+
+What it asks for and nobody has is "unavailable", and an item that names nothing is "broken".
 """
 
 import importlib
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +39,7 @@ import pluggy
 from ucx_memh import hookspecs
 from ucx_memh.config import Option, Setting, settings, strangers
 from ucx_memh.elf import trouble
-from ucx_memh.errors import BusyError, DeviceError, InvalidParamError, NoDeviceError
+from ucx_memh.errors import BusyError, DeviceError, InvalidParamError, MemhError, NoDeviceError
 from ucx_memh.resources import (
     AVAILABLE,
     BROKEN,
@@ -92,6 +96,12 @@ class _Record:
         return ComponentInfo(
             self.name, state, reason, self.path, self.version, self.options, self.origin
         )
+
+    def is_of(self, whose: object) -> bool:
+        """Is it the one that `prefer` or name@origin means?"""
+        if not isinstance(whose, str) or not whose:
+            return False
+        return whose in (self.module, self.path) or _plain(whose) == _plain(self.origin)
 
     def __str__(self) -> str:
         return f"{self.path} ({' '.join(filter(None, [self.origin, self.version]))})"
@@ -167,7 +177,14 @@ class Plugins:
                 f"want a name or an MdResource, not {type(spec).__name__}", op="open_md"
             )
         found = settings(record.name, record.options, config)
-        opened = _hooks(record).ucx_memh_open_md(resource=resource, config=_values(found))
+        try:
+            opened = _hooks(record).ucx_memh_open_md(resource=resource, config=_values(found))
+        except (MemhError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # not even one that exits may take its caller along
+            raise DeviceError(
+                f"its plugin failed: {_reason(error)}", op="open_md", component=record.name
+            ) from error
         from ucx_memh.core import Md
 
         if not isinstance(opened, Md):
@@ -186,7 +203,7 @@ class Plugins:
         named = [record for record in records if record.name == name]
         if prefer is not None:
             for record in named:
-                if not record.left_out and prefer in (record.origin, record.module, record.path):
+                if not record.left_out and record.is_of(prefer):
                     return record
             there = "; ".join(map(str, named)) or "none"
             raise InvalidParamError(f"no component {name!r} of {prefer!r}; there is: {there}")
@@ -215,7 +232,9 @@ class Plugins:
         except NoDeviceError as error:
             record.became(UNAVAILABLE, error.detail)
             raise _no_device(record) from error
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             if isinstance(error, InvalidParamError) and any(s.source != "default" for s in found):
                 raise  # it speaks of a setting, not of the component
             record.became(BROKEN, _reason(error), error)
@@ -246,11 +265,13 @@ class Plugins:
         """Import the plugin, look whether it keeps the rules, and only then keep it.
 
         A plugin that exits or breaks while it is imported must not take the others along, so all
-        but KeyboardInterrupt is caught.
+        but KeyboardInterrupt is caught.  BusyError: its own import, which is under way, asks.
         """
         try:
             _look_at_files(record.module)
             plugin = record.load()
+            if _being_imported(record.module):
+                raise _BadPluginError("its hooks are not all there yet")
             record.path = getattr(plugin, "__file__", None) or record.path
             component = _own(_try_alone(plugin), record.name)
             manager = _new_manager()
@@ -260,6 +281,10 @@ class Plugins:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
+            if _being_imported(record.module):
+                raise BusyError(
+                    f"{record.name} was asked for while it was being imported"
+                ) from error
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing and f"{record.module}.".startswith(f"{missing}."):
                 record.became(UNAVAILABLE, _absent(record), error)
@@ -313,40 +338,85 @@ class Plugins:
     def _discover(self) -> list[_Record]:
         """Who there is, by the metadata alone."""
         only, without, preferred, added = _choices(os.environ.get(CHOICE, ""))
-        records = [*added]
-        for point in self._entry_points(hookspecs.PROJECT):
-            owner = point.dist.name if point.dist else ""
-            records.append(
-                _Record(
-                    name=point.name,
-                    version=point.dist.version if point.dist else "",
-                    path=point.value,
-                    origin=owner,
-                    load=point.load,
-                    module=point.value.partition(":")[0].strip(),
-                    rank=1 if owner.replace("-", "_") == "ucx_memh" else 2,
-                )
-            )
+        records = [*added, *map(_pointed_at, self._entry_points(hookspecs.PROJECT))]
         for record in records:
-            if record.rank == 1 and find_spec(record.module.partition(".")[0]) is None:
+            if record.rank == 1 and not _there(record.module.partition(".")[0]):
                 record.rank, record.tried = 3, True  # it takes its name from nobody
                 record.became(UNAVAILABLE, _absent(record))
         records.sort(key=lambda record: (record.rank, record.origin, record.name))
-        for name in sorted((only | without) - {record.name for record in records}):
+        nobody = (only | without | set(preferred)) - {record.name for record in records}
+        for name in sorted(nobody):
             log.warning("%s names %s, and nothing of that name is installed", CHOICE, name)
+        why = f"{CHOICE} leaves it out"
+        if misspelt := ", ".join(sorted(nobody & only)):
+            why += f", and names {misspelt}, of which nothing is installed"
         for record in records:
             if record.rank and (record.name in without or (only and record.name not in only)):
-                record.left_out, record.hidden = True, f"{CHOICE} leaves it out"
+                record.left_out, record.hidden = True, why
+        # Who leaves out what is not there has what he wants; who asks for it does not.
+        records += map(_nobody, sorted(nobody - without))
         there = [record for record in records if record.rank < 3 and not record.left_out]
         for name in {record.name for record in there}:
             _settle([record for record in there if record.name == name], preferred.get(name))
         return records
 
 
+def _pointed_at(point: EntryPoint) -> _Record:
+    """What an entry point says, and its distribution, as far as its metadata can be read."""
+    owner, version = _said_of(point.dist) if point.dist else ("", "")
+    try:
+        module, load = point.module, point.load
+    except (AttributeError, ValueError):  # so importlib.metadata says that it cannot be read
+        module, load = "", partial(_no_module, point.value)
+    ours = _plain(owner) == "ucx-memh"
+    return _Record(
+        *(point.name, version, point.value, owner, load), module=module, rank=1 if ours else 2
+    )
+
+
+def _said_of(dist: Distribution) -> tuple[str, str]:
+    """Name and version of a distribution, or ""."""
+    try:
+        return dist.name or "", dist.version or ""
+    except Exception:  # there are no metadata, or they are no text
+        return "", ""
+
+
+def _no_module(value: str) -> object:
+    raise _BadPluginError(f"its entry point is {value!r}, which is no module's name")
+
+
+def _installed(group: str) -> Iterable[EntryPoint]:
+    """The entry points of what is installed.
+
+    importlib.metadata gives none at all when one distribution, of whomever, is damaged; then each
+    is asked alone.
+    """
+    try:
+        return entry_points(group=group)
+    except Exception:
+        found: dict[str, list[EntryPoint]] = {}  # the first of a name is the one that is imported
+        for dist in distributions():
+            name = _said_of(dist)[0]
+            try:
+                points = [point for point in dist.entry_points if point.group == group]
+            except Exception as error:
+                where = name or getattr(dist, "_path", "a distribution")
+                log.warning("the entry points of %s cannot be read: %s", where, _reason(error))
+                points = []
+            found.setdefault(_plain(name) or f" {len(found)}", points)
+        return [point for points in found.values() for point in points]
+
+
+def _plain(name: str) -> str:
+    """A distribution's name as names are compared: a-b, A_B and a.b are one."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
 def _settle(rivals: list[_Record], preferred: str | None) -> None:
     """Who of those with one name has it; the others are hidden, and say by whom."""
     if preferred is not None:
-        named = [r for r in rivals if preferred in (r.origin, r.module, r.path)]
+        named = [r for r in rivals if r.is_of(preferred)]
         why = f"{CHOICE} takes {{}}"
     else:
         named = [r for r in rivals if r.rank == min(rival.rank for rival in rivals)]
@@ -368,29 +438,48 @@ def _choices(text: str) -> tuple[set[str], set[str], dict[str, str], list[_Recor
     preferred: dict[str, str] = {}
     added: list[_Record] = []
     for item in filter(None, (part.strip() for part in text.split(","))):
+        name, chosen, origin = item.partition("@")
         if item[0] == "+":
             name, given, path = item[1:].rpartition("=")
-            added.append(_added(name if given else "", path))
+            added.append(_added(item, name if given else "", path))
+        elif item in ("^", "@") or not name or (chosen and not origin):
+            added.append(_nothing(item))
         elif item[0] == "^":
             without.add(item[1:].strip())
+        elif chosen:
+            preferred[name] = origin
         else:
-            name, chosen, origin = item.partition("@")
-            if chosen:
-                preferred[name] = origin
-            else:
-                only.add(name)
+            only.add(name)
     if only:
         only |= set(preferred)
     return only, without, preferred, added
 
 
-def _added(name: str, path: str) -> _Record:
+def _added(item: str, name: str, path: str) -> _Record:
     """A plugin that is not installed: a file, or a module that can be imported."""
     is_file = os.sep in path or path.endswith(".py")
     name = name or (Path(path).name.partition(".")[0] if is_file else path.rpartition(".")[2])
+    if not (name and path):
+        return _nothing(item)
     load = (lambda: _from_file(name, path)) if is_file else (lambda: importlib.import_module(path))
     module = "" if is_file else path
     return _Record(name, "", path, origin=CHOICE, load=load, module=module, rank=0)
+
+
+def _nothing(item: str) -> _Record:
+    """In the place of a plugin: an item of UCX_MEMH_BACKENDS that names none."""
+    return _refused(item, BROKEN, f"{CHOICE} has {item!r}, which names nothing")
+
+
+def _nobody(name: str) -> _Record:
+    return _refused(name, UNAVAILABLE, f"{CHOICE} names it, and nothing of that name is installed")
+
+
+def _refused(name: str, state: str, reason: str) -> _Record:
+    """One that cannot be loaded, to be listed with its reason; it takes its name from nobody."""
+    return _Record(
+        *(name, "", "", CHOICE, lambda: None), rank=3, state=state, reason=reason, tried=True
+    )
 
 
 def _from_file(name: str, path: str) -> ModuleType:
@@ -410,9 +499,23 @@ def _from_file(name: str, path: str) -> ModuleType:
     return module
 
 
+def _there(package: str) -> bool:
+    """Can it be imported, or has it been?"""
+    return sys.modules.get(package) is not None or find_spec(package) is not None
+
+
+def _being_imported(module: str) -> bool:
+    """Is its import under way, in this thread?  Others wait for it, in importlib."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    return bool(getattr(spec, "_initializing", False))  # by which importlib knows
+
+
 def _look_at_files(module: str) -> None:
     """Of the shared objects of its package: one that was cut off would end the process."""
-    spec = find_spec(module.partition(".")[0]) if module else None
+    try:
+        spec = find_spec(module.partition(".")[0]) if module else None
+    except ValueError:
+        return  # it is imported, and has put something else in its place
     if spec is None:
         return  # importing it will say so
     folders = spec.submodule_search_locations or ()
@@ -446,15 +549,16 @@ def _try_alone(plugin: object) -> list[Component]:
             )
     if not seen:
         raise _BadPluginError("it has no hooks")
-    described = [c for answer in manager.hook.ucx_memh_components() for c in answer]
-    for component in described:
-        if not isinstance(component, Component):
-            raise _BadPluginError(f"ucx_memh_components gave {component!r}, which is no Component")
-        _check_options(component)
-    return described
+    return [_checked(c) for answer in manager.hook.ucx_memh_components() for c in answer]
 
 
-def _check_options(component: Component) -> None:
+def _checked(component: object) -> Component:
+    """The component, whose options may be given by any iterable."""
+    if not isinstance(component, Component):
+        raise _BadPluginError(f"ucx_memh_components gave {component!r}, which is no Component")
+    if not all(isinstance(text or "", str) for text in (component.name, component.version)):
+        raise _BadPluginError(f"ucx_memh_components gave {component!r}, which is not named by text")
+    component = replace(component, options=tuple(component.options))
     if not all(isinstance(option, Option) for option in component.options):
         raise _BadPluginError(f"the options of {component.name} are not all an Option")
     names = [option.name for option in component.options]
@@ -462,6 +566,7 @@ def _check_options(component: Component) -> None:
         raise _BadPluginError(f"{component.name} has two options {min(twice)!r}")
     if "prefer" in names:
         raise _BadPluginError(f"{component.name} has an option 'prefer', which open_md() needs")
+    return component
 
 
 def _check_version(wanted: object) -> None:
@@ -511,6 +616,8 @@ def _absent(record: _Record) -> str:
 def _checked_md(record: _Record, md: object) -> MdResource:
     if not isinstance(md, MdResource) or md.component != record.name:
         raise _BadPluginError(f"ucx_memh_query_mds gave {md!r}, which is no device of its own")
+    if not isinstance(md.md_name, str):
+        raise _BadPluginError(f"ucx_memh_query_mds gave {md!r}, which is not named by text")
     return md
 
 
@@ -536,7 +643,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-_plugins = Plugins(lambda group: entry_points(group=group))
+_plugins = Plugins(_installed)
 os.register_at_fork(after_in_child=_plugins.forget_locks)
 components = _plugins.components
 query_mds = _plugins.query_mds

@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -41,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     args = parser.parse_args(argv)
+    with suppress(AttributeError):  # of a stdout that is no file
+        # A file's name, or what a plugin says, may have bytes that are no text.
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         status: int = args.run(args)
         sys.stdout.flush()  # here, where a broken pipe is caught

@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from enum import Flag
+from tempfile import TemporaryFile
+from typing import IO
 
 import ucx_memh as um
 from ucx_memh.config import setting_of, strangers, variable
 
 __all__ = ["add_arguments", "run"]
 
+MONTH = 30 * 24 * 3600.0  # in seconds; longer than anybody waits
 NOT_LOADED = ("broken", "hidden", "unavailable")  # of these the options may not be known
 
 
@@ -30,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=10,
         metavar="SECONDS",
         help="for each with --isolate (default 10)",
@@ -40,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="instead: the settings of all components, and what sets them; asks no device",
     )
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (seconds := float(text)) < MONTH:
+            return seconds
+    raise argparse.ArgumentTypeError(f"want a number of seconds above 0, not {text!r}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,22 +106,31 @@ def isolated(component: str | None, timeout: float) -> dict:
 
 def _ask(component: str, timeout: float) -> dict:
     command = [sys.executable, "-m", "ucx_memh", "info", "--json", "--component", component]
+    # Files: a pipe has no end while a process that the plugin has started keeps it.
+    with TemporaryFile() as out, TemporaryFile() as err:
+        try:
+            status = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=timeout
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return {"state": "broken", "reason": f"no answer within {timeout:g} s"}
+        said, errors = _text_of(out), _text_of(err)
     try:
-        done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        return {"state": "broken", "reason": f"no answer within {timeout:g} s"}
-    try:
-        text = done.stdout[done.stdout.rfind('{\n  "version"') :]  # a plugin may print, too
+        text = said[said.rfind('{\n  "version"') :]  # a plugin may print, too
         found = json.loads(text)["components"]
         return next(about for about in found if about["state"] != "hidden")
     except (ValueError, KeyError, StopIteration):
-        how = f"status {done.returncode}"
-        if done.returncode < 0:
-            how = signal.Signals(-done.returncode).name
-        last = " ".join(done.stderr.split("\n")[-2:]).strip()
+        how = f"status {status}"
+        if status < 0:
+            names = {number.value: number.name for number in signal.Signals}
+            how = names.get(-status, f"signal {-status}")  # those for real time have none
+        last = " ".join(errors.split("\n")[-2:]).strip()
         return {"state": "broken", "reason": f"it ended its process: {how} {last}".strip()}
+
+
+def _text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _about(info: um.ComponentInfo) -> dict:
@@ -182,7 +201,8 @@ def settings_text(report: dict) -> str:
     """The same for a person."""
     lines = [f"ucx_memh {report['version']}"]
     for component in report["components"]:
-        lines += ["", f"{component['name']} {component['version']}".rstrip()]
+        unknown = component["state"] in NOT_LOADED and not component["settings"]
+        lines += ["", _headline(component) if unknown else _title(component)]
         for setting in component["settings"]:
             if "error" in setting:
                 found = f"wrong: {setting['error']}"
@@ -193,7 +213,7 @@ def settings_text(report: dict) -> str:
             lines += textwrap.wrap(text, 94, initial_indent=" " * 6, subsequent_indent=" " * 6)
             if setting["variable"]:
                 lines += [f"      {setting['variable']}"]
-        if not component["settings"]:
+        if not (component["settings"] or unknown):
             lines += ["  no settings"]
     if report["ignored"]:
         lines += ["", "set, but no setting of a component:"]
@@ -213,19 +233,23 @@ def as_text(report: dict) -> str:
     """The same for a person."""
     lines = [f"ucx_memh {report['version']}"]
     for component in report["components"]:
-        version, reason = component["version"], component["reason"]
-        lines += [
-            "",
-            f"{component['name']} {version}".rstrip()
-            + f": {component['state']}"
-            + (f" ({reason})" if reason else ""),
-            f"  {component['path']}",
-        ]
+        lines += ["", _headline(component)]
+        if component["path"]:
+            lines += [f"  {component['path']}"]
         for device in component["devices"]:
             lines += _device_lines(device)
     if not report["components"]:
         lines += ["", "no components are installed"]
     return "\n".join(lines)
+
+
+def _title(component: dict) -> str:
+    return f"{component['name']} {component['version']}".rstrip()
+
+
+def _headline(component: dict) -> str:
+    reason = component["reason"]
+    return f"{_title(component)}: {component['state']}" + (f" ({reason})" if reason else "")
 
 
 def _device_lines(device: dict) -> list[str]:

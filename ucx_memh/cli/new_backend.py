@@ -58,7 +58,7 @@ def check_name(name: str) -> str:
     if len(name) > NAME_MAX:
         raise um.InvalidParamError(f"{name!r} is longer than {NAME_MAX} letters")
     for info in um.components():
-        if info.name == name:
+        if info.name == name and info.path:  # not one that UCX_MEMH_BACKENDS asks for in vain
             raise um.InvalidParamError(f"there is a component {name!r} already: {info.path}")
     if find_spec(f"ucx_memh_{name}"):
         raise um.InvalidParamError(f"there is a package ucx_memh_{name} already")
