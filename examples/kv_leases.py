@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 from device import announce
-from link import PATIENCE, Link, accept, add_hosts, listen, pair, reach, run, spawn
+from link import GONE, PATIENCE, Link, accept, add_hosts, listen, pair, reach, run, spawn
 from timeline import Bar, Mark, draw, picture_path
 
 import ucx_memh as um
 
 GET, PUT = um.MemFlag.REMOTE_GET, um.MemFlag.REMOTE_PUT
 # What a key of an owner that was killed may give.
-GONE = (um.PeerGoneError, um.UnreachableError, um.FlushedError, um.StaleKeyError)
 LIVES = range(2)  # of the owner
 BLOCKS_SHOWN, LEASES_SHOWN = 8, 32  # in the picture
 

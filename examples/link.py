@@ -24,6 +24,8 @@ import numpy as np
 
 import ucx_memh as um
 
+# What an access to a process that is no more may give.
+GONE = (um.PeerGoneError, um.UnreachableError, um.FlushedError, um.StaleKeyError)
 PATIENCE = 90  # seconds after which the other end is taken for dead; emulated ones are slow
 GREETING = 10  # seconds for the first words of who has connected
 WORDS = 1000  # bytes of them, at most
@@ -121,8 +123,8 @@ def _child(target: Callable, *args: object) -> None:
         target(*args)
     except MemoryError as error:
         raise SystemExit(str(error)) from None
-    except (EOFError, ConnectionError) as error:
-        if isinstance(error, um.MemhError):
+    except (EOFError, ConnectionError, *GONE) as error:
+        if isinstance(error, um.MemhError) and not isinstance(error, GONE):
             raise
         raise SystemExit(1) from None  # who started us notices, too, and says it
 
