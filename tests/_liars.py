@@ -162,6 +162,41 @@ class TestKeysLeaveADescriptor(Liar):
             super().close()
 
 
+@caught_by("test_memory_of_which_only_the_address_is_said")
+class TestTakesOurMemoryForAGpus(Liar):
+    class device(PythonDevice):
+        def mem_query(self, address, length):
+            return um.MemType.CUDA
+
+
+@caught_by("test_memory_of_which_only_the_address_is_said")
+class TestLooksAndLeavesADescriptor(Liar):
+    class device(PythonDevice):
+        def mem_query(self, address, length):
+            self.leaked = [*getattr(self, "leaked", []), os.dup(self.event)]
+            return um.MemType.HOST
+
+        def close(self):
+            for descriptor in getattr(self, "leaked", []):
+                os.close(descriptor)
+            super().close()
+
+
+@caught_by("test_a_connection_begins_anew")
+class TestAnAddressOutlivesTheReset(Liar):
+    class device(PythonDevice):
+        def ep_reset(self, ep):
+            super().ep_reset(ep)
+            ep.data.epoch -= 1
+
+
+@caught_by("test_derives_what_is_asked_for")
+class TestAHandleGetsLessThanIsDeclared(Liar):
+    class device(PythonDevice):
+        def mem_enforcement(self, memh):
+            return EnforcementTable(ENFORCED, ENFORCED, EnforcementRow())
+
+
 @caught_by("test_what_cannot_be_registered")
 class TestSaysUnsupportedAndKeepsIt(Liar):
     gauges = ("device.python_keys",)

@@ -95,7 +95,8 @@ class MdSuite:
     """The tests of a backend; see the module."""
 
     wait = 10.0
-    """Seconds that one operation may take; then it counts as never ending."""
+    """Seconds that one operation may take; then it counts as never ending.  In a call that waits by
+    itself (`dereg`, `close`) only pytest-timeout ends it."""
     cycles = 50
     """How often what may leave something behind is repeated."""
     quarantine = 32
@@ -236,6 +237,17 @@ class MdSuite:
             time.sleep(0.0002)
         assert left() == {}, f"{what} is left"
 
+    @staticmethod
+    def at_least_as_declared(md: um.Md, win: um.Memh) -> None:
+        """Enforcement of a derived handle, for the rights that it gives."""
+        for promise in ("rights", "range", "revoke"):
+            for access, right in (("get", GET), ("put", PUT), ("atomic", ATOMIC)):
+                least = getattr(getattr(md.attr.enforcement, promise), access)
+                found = getattr(getattr(win.enforcement, promise), access)
+                assert found >= least or not win.grant & right, (
+                    f"{promise} of {access} is {found.name}, and {least.name} is declared"
+                )
+
     def got(self, link: Link, rkey: um.Rkey, address: int, length: int) -> bytes:
         into = bytearray(length)
         link.far.get_nb(rkey, address, into).wait(self.wait)
@@ -350,6 +362,26 @@ class MdSuite:
             assert self.got(link, rkey, rkey.address, 0) == b""
             with pytest.raises(um.RangeError):
                 self.got(link, rkey, rkey.address, 1)
+
+    def test_memory_of_which_only_the_address_is_said(
+        self, md: um.Md, allocate: Callable[[int], HostMemory]
+    ) -> None:
+        """Where its type is not said it is found out (mem_query), and it is as good as the same."""
+        self.need(md, MdFlag.REG)
+        memory = allocate(SIZE)
+        known = memory.mem_reg(md)
+        before = self.left(md)
+        for _ in range(self.cycles):
+            found = outcome(
+                lambda: md.mem_reg(address=known.address, length=known.length, owner=memory)
+            )
+            if MemType.HOST not in md.attr.mem_types and isinstance(found, um.UnsupportedError):
+                continue  # it has no mem_query, and then what nobody says is HOST
+            assert isinstance(found, um.Memh), f"its own memory is refused: {found}"
+            assert (found.length, found.grant) == (known.length, known.grant)
+            found.dereg()
+        self.all_ended(md, before)
+        known.dereg()
 
     def test_what_cannot_be_registered(self, md: um.Md) -> None:
         """Refused with an error of ours, or taken; in both cases nothing is left of it."""
@@ -656,7 +688,10 @@ class MdSuite:
         with peer_md.rkey_unpack(base.mkey_pack()) as rkey:
             for _ in range(3):
                 assert self.got(link, rkey, base.address, 64) == text(SIZE)[:64]
+                old = link.near.address, link.far.address
                 link.renew()
+                for was, ep in zip(old, (link.near, link.far), strict=True):
+                    assert ep.address != was, "an address from before a reset would still be good"
             for bad in (b"", link.near.address[:-1]):
                 with pytest.raises(um.MemhError):
                     link.far.connect(bad)
@@ -695,6 +730,7 @@ class MdSuite:
                     MemFlag.ACCESS_REMOTE
                 )
                 assert self.got(link, rkey, win.address, length_) == expected
+            self.at_least_as_declared(md, win)
             win.dereg()
 
     def test_what_derive_cannot_do(self, md: um.Md, base: um.Memh) -> None:
