@@ -20,7 +20,7 @@ import pytest
 import ucx_memh as um
 from _pages import blocks
 from embed.test_consumers import link_flags
-from ucx_memh import errors, flags, hookspecs
+from ucx_memh import errors, flags, hookspecs, plugins, resources
 
 pytestmark = pytest.mark.source
 
@@ -273,6 +273,15 @@ def test_every_option_is_documented(entries):
     for component, option in options:
         entry = described(entries, f"confval-{component}.{option.name}")
         assert option.wanted in entry.text and repr(option.default) in entry.text
+
+
+def test_every_state_and_every_way_to_choose_is_documented():
+    text = (ROOT / "docs/reference/configuration.rst").read_text()
+    states = [getattr(resources, name) for name in resources.__all__ if name.isupper()]
+    ways = re.findall(r"^    (\S+) {2,}\S", plugins.__doc__, re.M)
+    assert (len(states), ways) == (5, ["name", "^name", "name@origin", "+path", "+name=path"])
+    for word in [*states, *ways]:
+        assert re.search(rf"^``{re.escape(word)}`` ", text, re.M), word
 
 
 def test_every_public_name_is_documented(entries):

@@ -96,7 +96,8 @@ def open_md(spec: "str | MdResource", **config: object) -> "Md":
     path: of several components of one name its one is taken, also over one of ours.
 
     InvalidParamError: there is no such component, or `config` or the environment has what is no
-    setting of it; NoDeviceError: there is no such device, and why.  Any thread may call it.
+    setting of it; NoDeviceError: there is no such device, and why; DeviceError: its plugin failed.
+    Any thread may call it.
     """
     from ucx_memh.plugins import open_md
 

@@ -66,6 +66,7 @@ def ucx_memh_query_mds(component: str, config: dict[str, Any]) -> list[MdResourc
 def ucx_memh_open_md(resource: MdResource, config: dict[str, Any]) -> "Md | None":
     """The opened device; None: not one of this plugin's.  The first answer wins.
 
-    `config` is as for ucx_memh_query_mds.
+    `config` is as for ucx_memh_query_mds.  An exception that is none of ours, and SystemExit, are a
+    DeviceError to the caller.
     """
     raise NotImplementedError
