@@ -71,6 +71,11 @@ def sealed(key: bytes, **changes: Any) -> bytes:
     return HEADER.pack(*fields._replace(crc=key_crc(key))) + key[HEADER.size :]
 
 
+def flipped(data: bytes, at: int) -> bytes:
+    """With another byte there, whatever it was."""
+    return data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :]
+
+
 def payload(key: bytes) -> bytes:
     fields = Envelope.of(key)
     return key[fields.header : fields.header + fields.payload_length]

@@ -18,6 +18,7 @@ from _fakes import (
     PUT,
     RAW,
     RMA,
+    flipped,
     native,
     sealed,
 )
@@ -365,7 +366,7 @@ def test_rule11_a_notice_names_one_key_of_one_owner(fakes):
     rkey = md.rkey_unpack(key)
     win.invalidate()
     notice = win.revoke_notice()
-    other_owner = notice[:64] + b"\xff" + notice[65:]
+    other_owner = flipped(notice, 64)  # in the pid
     for wrong in (sealed(notice, key_id=win.key_id + 1), sealed(other_owner)):
         assert md.rkey_revoke(wrong) == 0
     assert rkey.ptr()
@@ -379,7 +380,7 @@ def test_rule11_what_is_no_notice_is_refused(fakes):
     key = win.mkey_pack()
     win.invalidate()
     notice = win.revoke_notice()
-    for wrong in (b"", key, notice[:-1], notice[:70] + b"\x01" + notice[71:]):
+    for wrong in (b"", key, notice[:-1], flipped(notice, 70)):
         with pytest.raises(um.MalformedKeyError):
             md.rkey_revoke(wrong)
     with pytest.raises(um.KeyVersionError):

@@ -12,6 +12,7 @@ import pytest
 
 import ucx_memh as um
 from _cma import CLONE_NEWPID, CLONE_NEWUSER, NOBODY, become, forged, libc, owner_of, pattern
+from _fakes import flipped
 
 root_only = pytest.mark.skipif(os.getuid() != 0, reason="needs root to become somebody else")
 
@@ -117,7 +118,7 @@ def test_damaged_and_foreign_keys(md, own_key):
     with pytest.raises(um.MalformedKeyError):
         md.rkey_unpack(own_key[:-1])
     with pytest.raises(um.MalformedKeyError):
-        md.rkey_unpack(own_key[:50] + b"\xff" + own_key[51:])
+        md.rkey_unpack(flipped(own_key, 50))
 
 
 def test_pid_reuse_is_seen_at_unpack(md, tell):
