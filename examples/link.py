@@ -123,9 +123,7 @@ def _child(target: Callable, *args: object) -> None:
         target(*args)
     except MemoryError as error:
         raise SystemExit(str(error)) from None
-    except (EOFError, ConnectionError, *GONE) as error:
-        if isinstance(error, um.MemhError) and not isinstance(error, GONE):
-            raise
+    except (EOFError, ConnectionError, *GONE):
         raise SystemExit(1) from None  # who started us notices, too, and says it
 
 

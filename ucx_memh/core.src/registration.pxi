@@ -97,7 +97,7 @@ cdef ucxm_status_t reg_look(reg_t *reg, ucxm_error_t *error) noexcept nogil:
 
 cdef ucxm_status_t reg_hold(reg_t *reg, ucxm_error_t *error) noexcept nogil:
     """Register with the device."""
-    cdef ucxm_status_t status = UCXM_OK
+    cdef ucxm_status_t status
     if not reg_native(reg):
         return UCXM_OK
     if reg.pub.mem_type == UCXM_MEM_TYPE_UNKNOWN:

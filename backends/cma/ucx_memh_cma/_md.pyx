@@ -73,7 +73,7 @@ cdef extern from "ucx_memh/process.h" nogil:
     int ucxm_pidfd_allowed(int pidfd)
     int ucxm_process_open(pid_t pid)
     int ucxm_process_read(int fd, ucxm_process_t *process)
-    int ucxm_process_reads(uint64_t address, uint64_t length)
+    int ucxm_process_readable(uint64_t address, uint64_t length)
     int ucxm_allow_ptrace()
 
 cdef extern from "pthread.h" nogil:
@@ -484,7 +484,7 @@ cdef ucxm_status_t cma_mem_query(void *priv, uint64_t address, uint64_t length,
                                  uint32_t *mem_type, ucxm_error_t *error) noexcept nogil:
     """What process_vm calls can read is host memory; a GPU's, which they cannot, looks no other
     than memory that nobody may touch."""
-    cdef int result = ucxm_process_reads(address, length)
+    cdef int result = ucxm_process_readable(address, length)
     cma_count(&(<md_t *>priv).process_vm_calls, 1)
     if result == 0:
         mem_type[0] = UCXM_MEM_TYPE_HOST

@@ -146,7 +146,7 @@ static inline int ucxm_process_peek(pid_t pid, uint64_t address, void *into, siz
 
 /* Can our own memory be read at both its ends?  One system call, which looks at nothing between.
  * `length` is not 0.  0; EFAULT: it cannot; or why this could not be asked. */
-static inline int ucxm_process_reads(uint64_t address, uint64_t length)
+static inline int ucxm_process_readable(uint64_t address, uint64_t length)
 {
     char ends[2];
     struct iovec local = {ends, 2}, remote[2] = {
